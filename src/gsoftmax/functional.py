@@ -280,7 +280,7 @@ def large_margin_logits(
     weight: Tensor,  # (classes, features)
     target: Tensor,  # (batch,)
     margin: int,
-    anneal: float = 0.0,
+    anneal: float | Tensor = 0.0,
     *,
     ignore_index: int = -100,
 ) -> Tensor:  # (batch, classes)
@@ -299,8 +299,8 @@ def large_margin_logits(
     """
     if margin not in (1, 2, 3, 4) or isinstance(margin, bool):
         raise ValueError(f"margin must be 1, 2, 3 or 4, got {margin!r}")
-    if not anneal >= 0:
-        raise ValueError(f"anneal must be 0 or more, got {anneal!r}")
+    if not isinstance(anneal, Tensor) and not 0 <= anneal < math.inf:
+        raise ValueError(f"anneal must be 0 or more and finite, got {anneal!r}")
     if weight.ndim != 2 or h.ndim != 2 or h.shape[1] != weight.shape[1]:
         raise ValueError(
             "h must be (batch, features) and weight (classes, features), "
@@ -313,7 +313,7 @@ def large_margin_logits(
         )
     _check_labels(target, weight.shape[0], ignore_index)
     logits = F.linear(h, weight)
-    if margin == 1 or math.isinf(anneal):
+    if margin == 1:
         return logits
     with torch.autocast(h.device.type, enabled=False):
         h, weight, dtype = h.to(_compute_dtype(h)), weight.to(_compute_dtype(h)), logits.dtype
@@ -405,22 +405,24 @@ def _cross_entropy(
     """`gsoftmax_cross_entropy` after its checks: lam is a float, mu and sigma are (C,) in the compute dtype."""
     if lam == 0:
         z = _with_zero_gradients(x, mu, sigma)
-    else:
-        fused = kernels.cross_entropy(
-            x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing, impl
-        )
-        if fused is not None:
-            return fused
-        z = _logits(x, mu, sigma, lam)
+        return _softmax_cross_entropy(z, target, weight, ignore_index, reduction, label_smoothing)
+    fused = kernels.cross_entropy(x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing, impl)
+    if fused is not None:
+        return fused
+    z = _logits(x, mu, sigma, lam)
+    return _loss_dtype(_softmax_cross_entropy(z, target, weight, ignore_index, reduction, label_smoothing), x)
+
+
+def _softmax_cross_entropy(
+    z: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float
+) -> Tensor:
+    """PyTorch's own, with class weights of any dtype and our error for a label out of range."""
     if weight is not None and not target.is_floating_point():
         weight = weight.to(z.dtype)
     try:
-        loss = F.cross_entropy(z, target, weight, None, ignore_index, None, reduction, label_smoothing)
+        return F.cross_entropy(z, target, weight, None, ignore_index, None, reduction, label_smoothing)
     except IndexError as error:  # raised by the CPU kernel, which looks at every label anyway
-        raise _label_error(target, x.shape[_class_dim(x)], ignore_index) from error
-    if lam == 0:
-        return loss
-    return _loss_dtype(loss, x)
+        raise _label_error(target, z.shape[_class_dim(z)], ignore_index) from error
 
 
 def _linear_cross_entropy(

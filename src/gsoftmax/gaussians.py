@@ -1,0 +1,273 @@
+"""One Gaussian for each class, learned, fixed or tracked, and the layer that adds them to the outputs: x -> z."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from . import functional
+
+GAUSSIANS = ("learned", "fixed", "tracked")
+
+
+class GaussianLogits(nn.Module):
+    """The layer z = x + lam * Phi((x - mu) / sigma): goes inside a model, needs no label.
+
+    It holds mu and sigma for every module of this package that has them.  sigma = sigma_min + exp(rho) is positive
+    whatever the optimiser does to rho, and its gradient never dies; `sigma_min` bounds how much the term can amplify
+    a gradient (by at most 0.4 * lam / sigma_min).
+
+    gaussians: "learned" by back-propagation; "fixed" at their initial values; "tracked", which follows the mean and the
+    deviation of x over the training batches with the given momentum, the same on every process.  Tracked Gaussians move
+    only in training mode while gradients are recorded, so neither `eval()` nor a validation pass under `no_grad`
+    touches them; a class whose outputs are masked (-inf) keeps its Gaussian.
+
+    mu, sigma: initial values, a number or one for each class; `fit_gaussians` takes them from data instead.
+    lr_mult: what `param_groups` multiplies the learning rate of mu and rho by.
+
+    >>> layer = GaussianLogits(3, lam=2.0)
+    >>> layer(torch.zeros(1, 3))
+    tensor([[1., 1., 1.]], grad_fn=<AddBackward0>)
+    >>> layer.mu.shape, layer.sigma.shape
+    (torch.Size([3]), torch.Size([3]))
+    """
+
+    _version = 1
+
+    def __init__(
+        self,
+        num_classes: int,
+        *,
+        lam: float = 1.0,
+        mu: float | Sequence[float] | Tensor = 0.0,
+        sigma: float | Sequence[float] | Tensor = 1.0,
+        gaussians: str = "learned",
+        momentum: float = 0.02,
+        sigma_min: float = 0.01,
+        lr_mult: float = 1.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(num_classes, int) or num_classes < 1:
+            raise ValueError(f"num_classes must be a positive integer, got {num_classes!r}")
+        if gaussians not in GAUSSIANS:
+            raise ValueError(f"gaussians must be one of {', '.join(GAUSSIANS)}, got {gaussians!r}")
+        if not 0 < momentum <= 1:
+            raise ValueError(f"momentum must lie in (0, 1], got {momentum!r}")
+        if not 0 <= sigma_min < math.inf:
+            raise ValueError(f"sigma_min must be 0 or more, got {sigma_min!r}")
+        if not 0 <= lr_mult < math.inf:
+            raise ValueError(f"lr_mult must be 0 or more, got {lr_mult!r}")
+        self.num_classes = num_classes
+        self.lam = lam
+        self.gaussians = gaussians
+        self.momentum = momentum
+        self.sigma_min = sigma_min
+        self.lr_mult = lr_mult
+        self._initial = (_per_class("mu", mu, num_classes), _per_class("sigma", sigma, num_classes))
+        self._check_sigma(self._initial[1])
+        for name in ("mu", "rho"):
+            value = torch.empty(num_classes, device=device, dtype=dtype)
+            if gaussians == "learned":
+                self.register_parameter(name, nn.Parameter(value))
+            else:
+                self.register_buffer(name, value)
+        self.mu: Tensor
+        self.rho: Tensor
+        self.reset_parameters()
+
+    @property
+    def lam(self) -> float:
+        """Weight of the distribution term; may be changed at any time."""
+        return self._lam
+
+    @lam.setter
+    def lam(self, lam: float) -> None:
+        self._lam = functional._check_lam(lam)
+
+    @property
+    def sigma(self) -> Tensor:
+        """The standard deviations (classes,), sigma_min + exp(rho)."""
+        rho = self.rho if self.rho.dtype == torch.float64 else self.rho.float()
+        return self.sigma_min + rho.exp()
+
+    def reset_parameters(self) -> None:
+        """Back to the initial mu and sigma."""
+        self.set_gaussians(*self._initial)
+
+    @torch.no_grad()
+    def set_gaussians(self, mu: float | Sequence[float] | Tensor, sigma: float | Sequence[float] | Tensor) -> None:
+        """Write mu and sigma, each a number or one value for each class."""
+        mu = _per_class("mu", mu, self.num_classes)
+        sigma = _per_class("sigma", sigma, self.num_classes)
+        self._check_sigma(sigma)
+        self.mu.copy_(mu)
+        # sigma at the floor itself is rho = -inf, from which no gradient returns: keep a little above it.
+        self.rho.copy_((sigma - self.sigma_min).clamp_min(1e-6 * (self.sigma_min or 1e-6)).log())
+
+    @torch.no_grad()
+    def fit_gaussians(self, batches: Iterable[Any]) -> GaussianLogits:
+        """mu and sigma from data: mean and standard deviation of every output over one pass.
+
+        batches: tensors x, or tuples that begin with one.  Streams, in float64; processes pool what they saw.
+
+        >>> layer = GaussianLogits(2).fit_gaussians([torch.tensor([[0.0, 1.0], [2.0, 5.0]])])
+        >>> layer.mu.detach(), layer.sigma.detach()
+        (tensor([1., 3.]), tensor([1., 2.]))
+        """
+        total = tuple(torch.zeros(3, self.num_classes, dtype=torch.float64, device=self.mu.device))
+        for batch in batches:
+            x = _rows(batch[0] if isinstance(batch, (tuple, list)) else batch, self.num_classes).double()
+            if len(x):
+                var, mean = torch.var_mean(x, dim=0, correction=0)
+                total = _merge(total, (torch.full_like(mean, len(x)), mean, var * len(x)))
+        if _processes() > 1:
+            parts = [torch.empty_like(torch.stack(total)) for _ in range(_processes())]
+            dist.all_gather(parts, torch.stack(total))
+            total = functools.reduce(_merge, (tuple(part) for part in parts))
+        count, mean, m2 = total
+        n = int(count[0])
+        if n < 2:
+            raise ValueError(f"batches must hold at least two examples to fit Gaussians to, got {n}")
+        if not bool(torch.isfinite(mean).all() and torch.isfinite(m2).all()):
+            raise ValueError("batches must hold finite outputs to fit Gaussians to, got NaN or infinity")
+        low = self.sigma_min * (1 + 1e-6) if self.sigma_min else 1e-6
+        self.set_gaussians(mean, (m2 / n).sqrt().clamp_min(low))
+        return self
+
+    @torch.no_grad()
+    def track(self, x: Tensor, keep: Tensor | None = None) -> None:
+        """One step of tracked Gaussians towards the rows of x (those with `keep` true); nothing for the other kinds.
+
+        The new Gaussian has the moments of the mixture of the old one, with weight 1 - momentum, and the batch:
+        mean mu + m d and variance (1 - m) sigma^2 + m v + m (1 - m) d^2, where d is the batch's mean minus mu and v the
+        batch's variance.  Sums about the running mu, which all processes share, add up exactly across them.
+        """
+        if self.gaussians != "tracked" or not self.training:
+            return
+        mu, sigma = self.mu.to(functional._compute_dtype(self.mu)), self.sigma
+        d = _rows(x, self.num_classes).to(mu.dtype) - mu  # (rows, classes)
+        if keep is None:
+            n, s1, s2 = d.new_tensor([len(d)]), d.sum(dim=0), (d * d).sum(dim=0)
+        else:
+            w = keep.reshape(-1).to(d.dtype)
+            d = torch.where(keep.reshape(-1, 1), d, 0.0)
+            n, s1, s2 = w.sum()[None], d.sum(dim=0), (d * d).sum(dim=0)
+        sums = torch.cat([n, s1, s2]).double()
+        if _processes() > 1:
+            dist.all_reduce(sums)
+        n, s1, s2 = sums[0], sums[1 : 1 + self.num_classes], sums[1 + self.num_classes :]
+        shift = s1 / n
+        m = self.momentum
+        var = (1 - m) * sigma.double() ** 2 + m * (s2 / n - m * shift**2)
+        seen = torch.isfinite(shift) & torch.isfinite(var) & (n > 0)
+        low = 1e-6 * (self.sigma_min or 1e-6)
+        rho = (var.clamp_min(0).sqrt() - self.sigma_min).clamp_min(low).log()
+        self.mu.copy_(torch.where(seen, mu + m * shift, mu))
+        self.rho.copy_(torch.where(seen, rho, self.rho))
+
+    def current(self, x: Tensor, target: Tensor | None = None, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+        """mu and sigma to use on x, in the dtype of the arithmetic; tracked Gaussians take their step first, over the
+        rows whose class index in `target` is not to be ignored."""
+        if self.gaussians == "tracked" and self.training and torch.is_grad_enabled():
+            indices = target is not None and not target.is_floating_point()
+            self.track(x.detach(), target != ignore_index if indices else None)
+        mu, sigma = functional._gaussians(x, self.mu, self.sigma, self.lam)
+        # a later step writes over the buffer, which a pending backward pass may still need
+        return (mu.clone() if self.gaussians == "tracked" else mu), sigma
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, classes, ...) -> the same
+        functional._check_outputs(x)
+        mu, sigma = self.current(x)
+        return functional._logits(x, mu, sigma, self.lam)
+
+    def param_groups(self, *, lr: float, weight_decay: float = 0.0) -> list[dict[str, Any]]:
+        """See `gsoftmax.param_groups`."""
+        return param_groups(self, lr=lr, weight_decay=weight_decay)
+
+    def extra_repr(self) -> str:
+        text = f"{self.num_classes}, lam={self.lam:g}, gaussians={self.gaussians!r}, sigma_min={self.sigma_min:g}"
+        if self.gaussians == "tracked":
+            text += f", momentum={self.momentum:g}"
+        return text + (f", lr_mult={self.lr_mult:g}" if self.lr_mult != 1 else "")
+
+    def _check_sigma(self, sigma: Tensor) -> None:
+        if not bool((sigma > self.sigma_min).all()):
+            raise ValueError(
+                f"sigma must be above sigma_min={self.sigma_min:g}, got a minimum of {sigma.min().item():g}; "
+                "a smaller sigma_min admits smaller ones"
+            )
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        version = local_metadata.get("version", self._version)
+        if version > self._version:
+            raise ValueError(
+                f"the Gaussians at {prefix!r} were saved in format {version}; this gsoftmax reads up to {self._version}"
+            )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+def param_groups(model: nn.Module, *, lr: float, weight_decay: float = 0.0) -> list[dict[str, Any]]:
+    """Optimiser groups for any model with modules of this package inside.
+
+    mu and rho of every Gaussian go without weight decay, which would pull them to 0 and sigma to 1 whatever the data
+    say, and at `lr_mult` times the learning rate; everything else keeps lr and weight_decay.
+
+    >>> groups = param_groups(GaussianLogits(3, lr_mult=10.0), lr=0.1, weight_decay=5e-4)
+    >>> [(len(g["params"]), g["lr"], g["weight_decay"]) for g in groups]
+    [(2, 1.0, 0.0)]
+    """
+    multipliers: dict[int, float] = {}
+    for module in model.modules():
+        if isinstance(module, GaussianLogits):
+            multipliers.update({id(p): module.lr_mult for p in module.parameters(recurse=False)})
+    groups: dict[float | None, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            groups.setdefault(multipliers.get(id(parameter)), []).append(parameter)
+    return [
+        {"params": params, "lr": lr, "weight_decay": weight_decay}
+        if mult is None
+        else {"params": params, "lr": lr * mult, "weight_decay": 0.0}
+        for mult, params in sorted(groups.items(), key=lambda item: (item[0] is not None, item[0] or 0.0))
+    ]
+
+
+def _per_class(name: str, value: float | Sequence[float] | Tensor, classes: int) -> Tensor:
+    """A float64 tensor (classes,) on the CPU, from a number or one value for each class."""
+    value = torch.as_tensor(value, dtype=torch.float64, device="cpu").detach()
+    if value.ndim > 0 and value.shape != (classes,):
+        raise ValueError(f"{name} must be a number or {classes} values, got shape {tuple(value.shape)}")
+    if not bool(torch.isfinite(value).all()):
+        raise ValueError(f"{name} must be finite, got {value.tolist()}")
+    return value.expand(classes).clone()
+
+
+def _rows(x: Tensor, classes: int) -> Tensor:
+    """x as (rows, classes)."""
+    dim = functional._class_dim(x)
+    if x.shape[dim] != classes:
+        raise ValueError(f"x must have {classes} classes in dimension {dim}, got shape {tuple(x.shape)}")
+    return x.movedim(dim, -1).reshape(-1, classes)
+
+
+def _processes() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+_Moments = tuple[Tensor, Tensor, Tensor]
+
+
+def _merge(a: _Moments, b: _Moments) -> _Moments:
+    """Count, mean and sum of squared deviations of two sets together (Chan et al. 1983)."""
+    n = a[0] + b[0]
+    share = b[0] / n.clamp_min(1)
+    d = b[1] - a[1]
+    return n, a[1] + d * share, a[2] + b[2] + d * d * (a[0] * share)
