@@ -1,0 +1,40 @@
+# Set-up needs Python 3.10 or newer and pip; everything else is installed into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: setup demo test test-slow lint bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo       compare softmax, L-softmax and G-softmax on the bundled digits"
+	@echo "make test       the test suite"
+	@echo "make test-slow  every recipe's smoke run and other tests that take minutes"
+	@echo "make lint       ruff and mypy"
+	@echo "make bench      speed on this CPU (GPU: python -m benchmarks.gpu)"
+
+setup: .venv/installed
+
+.venv/installed: pyproject.toml setup.py constraints.txt src/gsoftmax/kernels/native.c
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[all]'
+	@touch $@
+
+demo: setup
+	$(BIN)/gsoftmax compare digits --out runs/demo
+
+test: setup
+	$(BIN)/python -m pytest -q -n 2
+
+test-slow: setup
+	$(BIN)/python -m pytest -q -n 2 -m slow
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python -m benchmarks.cpu
+
+clean:
+	rm -rf .venv build dist runs .pytest_cache .ruff_cache .mypy_cache

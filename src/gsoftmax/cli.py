@@ -1,0 +1,307 @@
+"""The command line: thin, every command is a function of the package."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ._version import __version__
+
+EXAMPLES = """\
+examples:
+  gsoftmax compare                                    three heads on the bundled digits, five seeds
+  gsoftmax compare folder:photos --heads 'softmax,gsoftmax(lam=2)' --seeds 10 epochs=30
+  gsoftmax compare cifar10-fast data=folder:cifar10 --seeds 20
+  gsoftmax train wrn-cifar100-gsoftmax --data ~/data --out runs/wrn amp=bf16
+  gsoftmax reproduce table1 --row wrn-cifar100-gsoftmax --data ~/data
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; a user's mistake is one line on standard error and status 2."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return 0
+    try:
+        args.run(args)
+    except KeyboardInterrupt:
+        hint = f"; the same command with --out {args.out} goes on from the last checkpoint" if _out(args) else ""
+        print(f"\ngsoftmax: stopped{hint}", file=sys.stderr)
+        return 130
+    except (ValueError, OSError, RuntimeError) as error:
+        if args.debug or type(error) is RuntimeError:
+            raise
+        print(f"gsoftmax: {_one_line(error)}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _out(args: argparse.Namespace) -> str | None:
+    return getattr(args, "out", None)
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        where = f": {error.filename}" if error.filename else ""
+        return f"{error.strerror.lower()}{where}"
+    return str(error)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gsoftmax",
+        description="Compare softmax, L-softmax and G-softmax, and measure how compact and how far apart classes are.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"gsoftmax {__version__}")
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--debug", action="store_true", help="full traceback for an error")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+
+    def add(name: str, run: Any, text: str, epilog: str = "") -> argparse.ArgumentParser:
+        command = commands.add_parser(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            parents=[shared],
+            epilog=textwrap.dedent(epilog),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.set_defaults(run=run)
+        return command
+
+    c = add(
+        "compare",
+        _compare,
+        "train heads under identical conditions over several seeds, and say what changed",
+        """\
+        example:
+          gsoftmax compare digits --heads 'softmax,gsoftmax(lam=4,gaussians=tracked)' --seeds 10 --out runs/tracked
+        """,
+    )
+    c.add_argument("what", nargs="?", default="digits", help="a recipe or a dataset (default: digits)")
+    c.add_argument("changes", nargs="*", metavar="key=value", help="changes to the configuration, as epochs=30")
+    c.add_argument(
+        "--heads",
+        help="separated by commas, options in parentheses; the first is the reference "
+        "(default: softmax,lsoftmax,gsoftmax, or softmax,gsoftmax for multi-label data)",
+    )
+    c.add_argument("--seeds", type=int, default=5, metavar="N", help="seeds 0 ... N-1 (default: 5)")
+    c.add_argument("--first-seed", type=int, default=0, metavar="K", help="begin at seed K")
+    c.add_argument("--jobs", type=int, metavar="J", help="runs at the same time (default: one a core or GPU)")
+    c.add_argument("--out", help="folder of the runs (default: runs/NAME); finished runs in it are kept")
+    c.add_argument("--data", metavar="DIR", help="folder of the published datasets")
+
+    c = add("train", _train, "train one recipe or dataset and write a run folder")
+    c.add_argument("what", help="a recipe or a dataset")
+    c.add_argument("changes", nargs="*", metavar="key=value", help="changes, as head=gsoftmax head_options.lam=0.5")
+    c.add_argument("--out", help="run folder (default: runs/NAME)")
+    c.add_argument("--data", metavar="DIR", help="folder of the published datasets")
+    c.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    c.add_argument("--smoke", action="store_true", help="small generated files in the dataset's format, two epochs")
+
+    c = add("evaluate", _evaluate, "compute the metrics of a run again from its saved outputs")
+    c.add_argument("run_folder", metavar="RUN")
+
+    c = add("reproduce", _reproduce, "run a table of the paper and print its numbers beside ours")
+    c.add_argument("table", help="table1, table2, table3 or table4")
+    c.add_argument("--row", help="one row only (see gsoftmax recipes)")
+    c.add_argument("changes", nargs="*", metavar="key=value")
+    c.add_argument("--out", default="runs/reproduce")
+    c.add_argument("--data", metavar="DIR", help="folder of the published datasets")
+    c.add_argument("--smoke", action="store_true", help="small generated files in the dataset's format, two epochs")
+
+    add("datasets", _datasets, "list datasets: shapes, sources, what the folder must look like")
+    add("recipes", _recipes, "list recipes with the published numbers")
+    add("heads", _heads, "list heads and their options")
+    return parser
+
+
+def _changes(pairs: Sequence[str]) -> dict[str, Any]:
+    from .train import parse_value
+
+    changes = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"changes are written key=value, got {pair!r}")
+        changes[key] = parse_value(value)
+    return changes
+
+
+def _config(what: str, changes: Sequence[str], smoke: bool = False) -> Any:
+    """The configuration of a recipe, or the default one for a dataset."""
+    from . import recipes, train
+
+    if what in recipes.recipes():
+        return recipes.find(what).config(_changes(changes), smoke=smoke)
+    if what.startswith("arff:"):
+        return recipes.find("tables").config({"data": what} | _changes(changes))
+    from . import data
+
+    family = data.parse(what)[0]
+    if family not in {"folder", "npz", "mosaic"} and family not in {info.name for info in data.describe()}:
+        import difflib
+
+        close = difflib.get_close_matches(what, [*recipes.recipes(), *(i.name for i in data.describe())], 3)
+        hint = f"; nearest: {', '.join(close)}" if close else ""
+        raise ValueError(f"{what!r} is neither a recipe nor a dataset{hint}")
+    return train.Config(data=what).override(_changes(changes))
+
+
+def _folder(what: str, out: str | None) -> Path:
+    from .compare import folder_name
+
+    return Path(out) if out else Path("runs") / folder_name(Path(what).name or what)
+
+
+def _ticker() -> Any:
+    """Progress on one line of a terminal, and silence elsewhere."""
+    if not sys.stderr.isatty():
+        return None
+
+    def show(text: str) -> None:
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+    return show
+
+
+def _clear() -> None:
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _compare(args: argparse.Namespace) -> None:
+    from . import compare, report, train
+
+    if args.seeds < 1:
+        raise ValueError(f"--seeds must be 1 or more, got {args.seeds}")
+    config = _config(args.what, args.changes)
+    if config.threads == 0:
+        # one thread a run: --jobs decides how many cores are busy, and results do not depend on it
+        config = config.override({"threads": 1})
+    dataset = train.load_data(config, args.data)
+    default = "softmax,gsoftmax" if dataset.multilabel else "softmax,lsoftmax,gsoftmax"
+    heads = compare.split_heads(args.heads or default)
+    out = _folder(args.what, args.out)
+    seeds = range(args.first_seed, args.first_seed + args.seeds)
+    print(f"{dataset.summary()}; {', '.join(heads)}; {args.seeds} seeds -> {out}")
+    summary = compare.compare(config, heads, list(seeds), out, data_root=args.data, jobs=args.jobs, progress=_ticker())
+    _clear()
+    print("\n" + compare.tables(summary) + "\n")
+    for sentence in compare.verdicts(summary):
+        print(textwrap.fill(sentence, 100, subsequent_indent="  "))
+    print(f"\n{report.write_page(summary, out, f'{args.what}: {chr(44).join(heads)}')}")
+
+
+def _train(args: argparse.Namespace) -> None:
+    from . import train
+
+    out = _folder(args.what, args.out)
+    result = _run_recipe(args.what, args.changes, out, args.data, args.resume, args.smoke)
+    for key in ("error", "mAP", "compactness", "separability", "ratio", "nll", "ece", "seconds"):
+        if key in result:
+            print(f"{key:14}{result[key]:.4f}")
+    print(f"{out}" + (" (smoke: small generated data, not a result)" if args.smoke else ""))
+    assert train.read_result(out) is not None
+
+
+def _run_recipe(
+    what: str, changes: Sequence[str], out: Path, data_root: str | None, resume: bool, smoke: bool
+) -> dict[str, Any]:
+    from . import data, train
+
+    config = _config(what, changes, smoke)
+    ticker = _ticker()
+    try:
+        if not smoke:
+            return train.train(config, out, data_root=data_root, resume=resume, progress=ticker)
+        with tempfile.TemporaryDirectory() as folder:
+            spec = data.write_smoke(config.data, folder) if config.data in data.SMOKE_NAMES else config.data
+            config = config.override({"data": spec})
+            return train.train(config, out, data_root=folder, resume=resume, progress=ticker)
+    finally:
+        _clear()
+
+
+def _evaluate(args: argparse.Namespace) -> None:
+    from safetensors.torch import load_file
+
+    from . import geometry, train
+
+    run = Path(args.run_folder)
+    if train.read_result(run) is None:
+        raise ValueError(f"{run} holds no finished run: config.json, metrics.jsonl and outputs.safetensors are needed")
+    outputs = load_file(run / "outputs.safetensors")
+    x, p, y = (outputs[k] for k in "xpy")
+    multilabel = y.ndim == 2
+    stats = geometry.ClassStatistics(p.shape[1], multilabel=multilabel).update(train.positive_outputs(x), y)
+    for key, value in (train.score(x, p, y, multilabel) | stats.geometry().average()).items():
+        print(f"{key:20}{value:.6g}")
+
+
+def _reproduce(args: argparse.Namespace) -> None:
+    from . import recipes, train
+
+    rows = [r for r in recipes.recipes().values() if r.table == args.table and r.published]
+    if not rows:
+        known = sorted({r.table for r in recipes.recipes().values() if r.published})
+        raise ValueError(f"unknown table {args.table!r}; tables are {', '.join(known)}")
+    if args.row:
+        rows = [r for r in rows if r.name == args.row]
+        if not rows:
+            raise ValueError(f"{args.table} has no row {args.row!r}; `gsoftmax recipes` lists them")
+    print(f"{'row':32}{'metric':12}{'published':>10}{'ours':>10}{'difference':>12}")
+    for recipe in rows:
+        out = Path(args.out) / ("smoke" if args.smoke else "") / recipe.name
+        result = train.read_result(out)
+        if result is None:
+            resume = (out / "config.json").exists()
+            result = _run_recipe(recipe.name, args.changes, out, args.data, resume, args.smoke)
+        for metric, published in recipe.published.items():
+            if args.smoke:
+                print(f"{recipe.name:32}{metric:12}{published:10.2f}{'smoke ok':>10}{'no result':>12}")
+            else:
+                ours = 100 * result[metric]
+                print(f"{recipe.name:32}{metric:12}{published:10.2f}{ours:10.2f}{ours - published:+12.2f}")
+
+
+def _datasets(args: argparse.Namespace) -> None:
+    from . import data
+
+    for info in data.describe():
+        print(info.name)
+        for part in (info.size, info.source, info.layout):
+            print(textwrap.indent(part, "    "))
+
+
+def _recipes(args: argparse.Namespace) -> None:
+    from . import recipes
+
+    for name, recipe in recipes.recipes().items():
+        numbers = ", ".join(f"{k} {v:g}" for k, v in recipe.published.items())
+        print(f"{recipe.table:8}{name:32}{numbers}")
+
+
+def _heads(args: argparse.Namespace) -> None:
+    import inspect
+
+    from .train import HEADS
+
+    for name, cls in HEADS.items():
+        summary = (cls.__doc__ or "").splitlines()[0]
+        options = [
+            f"{p.name}={p.default!r}"
+            for p in inspect.signature(cls).parameters.values()
+            if p.default is not p.empty and p.name not in ("device", "dtype")
+        ]
+        print(f"{name}\n    {summary}\n    {', '.join(options)}")
+    print("package.module:ClassName\n    your own: an nn.Module with features(h), loss(h, target) and predict_proba(h)")
