@@ -366,6 +366,7 @@ def train(
     if config.threads:
         torch.set_num_threads(config.threads)
     device = pick_device(config.device)
+    torch.backends.cudnn.benchmark = True  # every batch has the same shape
     dataset = load_data(config, data_root)
     batches, steps = total_steps(config, dataset)
     per_step = config.schedule_every == "step"
