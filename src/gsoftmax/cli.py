@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import tempfile
 import textwrap
@@ -25,7 +26,11 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; a user's mistake is one line on standard error and status 2."""
     parser = _parser()
-    args = parser.parse_args(argv)
+    words, changes = _set_apart(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(words)
+    if changes and not hasattr(args, "changes"):
+        parser.error(f"{args.command or 'gsoftmax'} takes no key=value, got {changes[0]}")
+    args.changes = [*getattr(args, "changes", []), *changes]
     if args.command is None:
         parser.print_help()
         return 0
@@ -41,6 +46,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gsoftmax: {_one_line(error)}", file=sys.stderr)
         return 2
     return 0
+
+
+def _set_apart(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words argparse sees, and the `key=value` among them, which may stand anywhere."""
+    words: list[str] = []
+    changes: list[str] = []
+    takes_value = False
+    for word in argv:
+        is_change = re.match(r"[A-Za-z_][\w.]*=", word) and not takes_value
+        (changes if is_change else words).append(word)
+        takes_value = word.startswith("--") and "=" not in word and word not in ("--debug", "--resume", "--smoke")
+    return words, changes
 
 
 def _out(args: argparse.Namespace) -> str | None:

@@ -9,6 +9,7 @@ the same backbone and see the same batches, and a run that was stopped goes on a
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import functools
@@ -151,7 +152,7 @@ class Diverged(RuntimeError):
 
 
 class Network(nn.Module):
-    """Backbone and head: images or rows in, x, z, p or the loss out."""
+    """Backbone and head: images or rows in, h or the loss out."""
 
     def __init__(self, backbone: nn.Module, head: nn.Module, feature_scale: float = 1.0) -> None:
         super().__init__()
@@ -163,11 +164,6 @@ class Network(nn.Module):
 
     def loss(self, inputs: Tensor, target: Tensor, **options: Any) -> Tensor:
         return self.head.loss(self.h(inputs), target, **options)
-
-    def outputs(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """x and p."""
-        h = self.h(inputs)
-        return self.head.features(h).float(), self.head.predict_proba(h).float()
 
 
 def find_head(name: str) -> type[nn.Module]:
@@ -528,15 +524,17 @@ def fit_gaussians(network: Network, dataset: data_room.Dataset, config: Config) 
 def collect(
     network: Network, dataset: data_room.Dataset, config: Config, part: str
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """x, p and y of a split, batch by batch."""
+    """x, p and y of a split, batch by batch; the head works in float64, so that no probability rounds to 0 or 1."""
     network.eval()
+    head = copy.deepcopy(network.head).double()
     device = next(network.parameters()).device
     size = config.batch_size if dataset.kind == "files" else max(config.batch_size, 1024)
     batches = data_room.eval_batches(dataset, part, size, channels_last=config.channels_last, workers=config.workers)
     for inputs, y in batches:
         with _autocast(config, device)():
-            x, p = network.outputs(inputs)
-        yield x, p, y
+            h = network.h(inputs)
+        h = h.double()
+        yield head.features(h).float(), head.predict_proba(h), y
 
 
 def evaluate(
@@ -576,9 +574,9 @@ def score(x: Tensor, p: Tensor, y: Tensor, multilabel: bool) -> dict[str, float]
         }
     report = metrics.multilabel_report(p, y)
     numbers = {k: float(v) for k, v in dataclasses.asdict(report).items() if isinstance(v, (int, float))}
-    return numbers | {
-        "nll": float(metrics.negative_log_likelihood(p, y)),
-        "ece": float(metrics.expected_calibration_error(p, y)),
+    return numbers | {  # averages over labels
+        "nll": float(metrics.multilabel_negative_log_likelihood(p, y).nanmean()),
+        "ece": float(metrics.multilabel_expected_calibration_error(p, y).nanmean()),
     }
 
 

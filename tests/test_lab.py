@@ -1,0 +1,355 @@
+"""Runs and comparisons: identical conditions, exact resumption, numbers against SciPy, mistakes in one line."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from safetensors.torch import load_file
+
+from gsoftmax import compare, train
+from gsoftmax.cli import main
+from gsoftmax.recipes import find, recipes
+from gsoftmax.train import Config
+
+QUICK = Config(epochs=3, train_fraction=0.3, batch_size=64, threads=1, device="cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+# ---------------------------------------------------------------------------------------------------- configuration
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"epoch": 3}, "unknown key 'epoch', did you mean 'epochs'"),
+        ({"epochs": "many"}, "epochs must be a whole number, 0 or more, got 'many'"),
+        ({"batch_size": 0}, "batch_size must be a whole number, 1 or more, got 0"),
+        ({"lr": -1}, "lr must be a number, 0 or more, got -1"),
+        ({"amp": "bf17"}, "amp must be one of off, bf16, fp16, got 'bf17'"),
+        ({"schedule.name": "stairs"}, "schedule name must be one of constant, .* got 'stairs'"),
+        ({"lr.x": 1}, "'lr' holds 0.1 and has no 'x' inside"),
+    ],
+)
+def test_configuration_mistakes(changes, words):
+    with pytest.raises(ValueError, match=words):
+        Config().override(changes)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"head": "gsoftmx"}, "unknown head 'gsoftmx', did you mean 'gsoftmax'"),
+        ({"head": "nowhere.to:Be"}, "head 'nowhere.to:Be' cannot be imported"),
+        ({"head": "torch.nn:Linear"}, "lacks features, loss, predict_proba"),
+        ({"head": "gsoftmax", "head_options": {"lamda": 1}}, "head 'gsoftmax': .*lamda.*options are lam, mu"),
+        ({"head": "gsoftmax", "head_options": {"form": "paired"}}, "form='paired' is for multi-label data"),
+        ({"optimizer": "sdg"}, "unknown optimizer 'sdg', did you mean 'sgd'"),
+        ({"backbone": "vgg17"}, "unknown backbone 'vgg17'"),
+        ({"batch_size": 5000}, "batch_size must be at most the 389 training rows of digits, got 5,000"),
+        ({"schedule": {"name": "linspace", "a": 1}}, "schedule 'linspace': needs 'b'"),
+        ({"schedule": {"name": "staircase", "steps": {}, "x": 1}}, "schedule 'staircase': unknown options x"),
+        ({"device": "cudaa"}, "device 'cudaa' cannot be used"),
+        ({"evaluate_on": "val"}, "no validation split"),
+        ({"data": "digit"}, "digit"),
+    ],
+)
+def test_run_mistakes_leave_nothing_behind(changes, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        train.train(QUICK.override(changes | {"epochs": 0}), tmp_path / "run")
+    if "evaluate_on" not in changes:
+        assert not (tmp_path / "run").exists()
+
+
+def test_every_recipe_is_valid_and_every_row_is_there():
+    found = recipes()
+    rows = {
+        t: [r for r in found.values() if r.table == t and r.published] for t in ("table1", "table2", "table3", "table4")
+    }
+    assert {t: len(r) for t, r in rows.items()} == {"table1": 24, "table2": 8, "table3": 8, "table4": 6}
+    for recipe in found.values():
+        for smoke in (False, True):
+            config = recipe.config(smoke=smoke)
+            schedule = train.build_schedule(config, config.epochs)
+            assert all(schedule(n) >= 0 for n in range(1, config.epochs + 1))
+    wide = find("wrn-cifar10-gsoftmax").config()
+    assert (wide.backbone, wide.batch_size, wide.head_options["lam"]) == ("wrn-40-14", 128, 0.5)
+    assert find("nuswide-gsoftmax(0,2)").config().head_options == {"lam": 1.0, "lr_mult": 100, "sigma": 2}
+    with pytest.raises(ValueError, match="unknown recipe 'wrn-cifar10'; nearest: wrn-cifar10"):
+        find("wrn-cifar10")
+
+
+# --------------------------------------------------------------------------------------------------- identical runs
+
+
+def outputs(folder):
+    return (folder / "outputs.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("head", ["softmax", "lsoftmax", "gsoftmax"])
+def test_two_runs_are_identical_and_a_stopped_one_goes_on_exactly(head, tmp_path, monkeypatch):
+    config = QUICK.override({"head": head, "ema": 0.9, "backbone_options": {"dropout": 0.2}, "accumulate": 2})
+    if head == "gsoftmax":
+        config = config.override({"head_options": {"gaussians": "tracked"}, "init": "data"})
+    first = train.train(config, tmp_path / "a")
+    train.train(config, tmp_path / "b")
+    assert outputs(tmp_path / "a") == outputs(tmp_path / "b")
+
+    log = train.RunFolder.log
+
+    def stop(self, row):
+        log(self, row)
+        if row.get("epoch") == 3:
+            raise KeyboardInterrupt  # after the row, before its checkpoint
+
+    with monkeypatch.context() as patched:
+        patched.setattr(train.RunFolder, "log", stop)
+        with pytest.raises(KeyboardInterrupt):
+            train.train(config, tmp_path / "c")
+    assert train.read_result(tmp_path / "c") is None
+    resumed = train.train(config, tmp_path / "c", resume=True)
+    assert outputs(tmp_path / "a") == outputs(tmp_path / "c")
+    same = [k for k in first if k not in ("seconds", "examples_per_second")]
+    assert [first[k] for k in same] == [resumed[k] for k in same]
+    rows = [r["epoch"] for r in train.read_rows(tmp_path / "c") if "final" not in r]
+    assert rows == [1, 2, 3]
+
+
+def test_heads_with_one_seed_start_alike_and_see_the_same_batches():
+    dataset = train.load_data(QUICK)
+    networks = {h: train.build(QUICK.override({"head": h}), dataset) for h in train.HEADS}
+    reference = networks["softmax"].state_dict()
+    for network in networks.values():
+        for name, value in network.state_dict().items():
+            if name in reference and name != "head.bias":
+                assert torch.equal(value, reference[name]), name
+    batches = [list(train._train_batches(dataset, QUICK.override({"head": h}), 2)) for h in train.HEADS]
+    for a, b, c in zip(*batches, strict=True):
+        assert torch.equal(a[0], b[0]) and torch.equal(a[0], c[0]) and torch.equal(a[1], b[1])
+    other = train.build(QUICK.override({"seed": 1}), dataset).state_dict()
+    assert not torch.equal(other["head.weight"], reference["head.weight"])
+
+
+def test_a_run_folder_describes_itself_and_is_not_overwritten(tmp_path):
+    result = train.train(QUICK.override({"head": "gsoftmax"}), tmp_path / "run")
+    assert {p.name for p in (tmp_path / "run").iterdir()} >= {
+        "config.json",
+        "environment.json",
+        "metrics.jsonl",
+        "outputs.safetensors",
+        "checkpoint",
+    }
+    saved = load_file(tmp_path / "run" / "outputs.safetensors")
+    x, p, y = saved["x"].double(), saved["p"], saved["y"]
+    assert x.shape == (500, 10) and y.shape == (500,) and saved["mu"].shape == saved["sigma"].shape == (10,)
+    # every number again, without our code
+    z = x.numpy() + scipy.stats.norm.cdf(x.numpy(), saved["mu"].numpy(), saved["sigma"].numpy())
+    q = np.exp(z - z.max(1, keepdims=True))
+    q /= q.sum(1, keepdims=True)
+    np.testing.assert_allclose(p.numpy(), q, atol=2e-6)
+    truth = y.numpy()
+    assert result["error"] == pytest.approx((z.argmax(1) != truth).mean())
+    assert result["error_x"] == pytest.approx((x.numpy().argmax(1) != truth).mean())
+    assert result["nll"] == pytest.approx(-np.log(q[np.arange(500), truth]).mean(), rel=1e-5)
+    own = np.array([x.numpy()[truth == c, c].std() for c in range(10)])
+    assert result["compactness"] == pytest.approx((1 / own).mean(), rel=1e-9)
+
+    with pytest.raises(ValueError, match="already holds a run; --resume goes on with it"):
+        train.train(QUICK, tmp_path / "run")
+    with pytest.raises(ValueError, match="holds a run with another epochs, head"):
+        train.train(QUICK.override({"epochs": 4}), tmp_path / "run", resume=True)
+
+
+def test_a_diverging_loss_stops_the_run_and_keeps_the_checkpoint(tmp_path, monkeypatch):
+    def poisoned(self, inputs, target, **options):
+        loss = original(self, inputs, target, **options)
+        return loss * math.nan if len(seen) == 8 else (seen.append(1), loss)[1]
+
+    seen, original = [], train.Network.loss
+    monkeypatch.setattr(train.Network, "loss", poisoned)
+    with pytest.raises(
+        train.Diverged, match=r"the loss became nan in epoch 2, step 3; the last good checkpoint is .*last.pt"
+    ):
+        train.train(QUICK, tmp_path / "run")
+    assert torch.load(tmp_path / "run" / "checkpoint" / "last.pt", weights_only=True)["epoch"] == 1
+
+
+@pytest.mark.parametrize(
+    "changes", [{"optimizer": "adamw", "lr": 0.002}, {"clip": 1.0}, {"amp": "bf16"}, {"bias_lr": 4.0}]
+)
+def test_other_ways_to_train(changes):
+    assert train.train(QUICK.override(changes | {"train_fraction": 1.0}))["error"] < 0.1
+
+
+def test_schedule_by_step_with_warm_up():
+    config = Config(schedule={"name": "linspace", "a": 1.0, "b": 0.0}, schedule_every="step", warmup=0.5)
+    schedule = train.build_schedule(config, 9)
+    assert [round(schedule(n), 3) for n in (1, 4, 5, 9)] == [0.222, 0.556, 0.5, 0.0]
+
+
+# -------------------------------------------------------------------------------------------------------- comparison
+
+
+def test_compare_pairs_seeds_and_agrees_with_scipy(tmp_path):
+    heads = ["softmax", "gsoftmax(lam=2, sigma=2)"]
+    summary = compare.compare(QUICK, heads, 3, tmp_path / "out", jobs=2)
+    values = {}
+    for head, folder in zip(heads, ("softmax", "gsoftmax-lam=2-sigma=2"), strict=True):
+        values[head] = [train.read_result(tmp_path / "out" / folder / f"seed-{s}")["ratio"] for s in range(3)]
+    rows = summary["metrics"]["ratio"]
+    assert rows[heads[1]]["values"] == values[heads[1]]
+    test = scipy.stats.ttest_rel(values[heads[1]], values[heads[0]])
+    paired = rows[heads[1]]["paired"]
+    assert paired["t"] == pytest.approx(test.statistic) and paired["p"] == pytest.approx(test.pvalue)
+    interval = test.confidence_interval(0.95)
+    assert (paired["low"], paired["high"]) == pytest.approx((interval.low, interval.high))
+
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "out").rglob("*.safetensors")}
+    again = compare.compare(QUICK, heads, 3, tmp_path / "out", jobs=1)
+    assert again["metrics"] == summary["metrics"]
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "out").rglob("*.safetensors")} == before
+    alone = train.train(QUICK.override({"head": "gsoftmax", "head_options": {"lam": 2, "sigma": 2}, "seed": 1}))
+    assert alone["ratio"] == rows[heads[1]]["values"][1]  # whatever --jobs was
+    with pytest.raises(ValueError, match="holds a run with another epochs"):
+        compare.compare(QUICK.override({"epochs": 1}), heads, 3, tmp_path / "out")
+    text = compare.tables(summary)
+    assert "error %" in text and "difference from softmax" in text and len(compare.verdicts(summary)) == 1
+
+
+@pytest.mark.parametrize("form", ["paired", "independent", "printed", "msml"])
+def test_multilabel_comparison_in_every_form(form, tmp_path):
+    config = Config(data="digits-mosaic", epochs=2, train_fraction=0.3, threads=1, pool="max", device="cpu")
+    config = config.override({"head_options": {"form": form}})
+    summary = compare.compare(config, ["softmax", "gsoftmax"], 2, tmp_path / "out", jobs=1)
+    assert set(summary["metrics"]) == set(compare.MULTI)
+    for rows in summary["metrics"].values():
+        assert all(np.isfinite(v).all() for v in (rows[h]["values"] for h in ("softmax", "gsoftmax")))
+
+
+def test_large_margin_is_refused_on_multilabel_data(tmp_path):
+    config = Config(data="digits-mosaic", epochs=1, threads=1)
+    with pytest.raises(ValueError, match="L-softmax has no multi-label form"):
+        compare.compare(config, ["softmax", "lsoftmax"], 1, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+OWN_HEAD = """
+from gsoftmax import SoftmaxHead
+
+class Scaled(SoftmaxHead):
+    def __init__(self, in_features, num_classes, *, scale=2.0, **options):
+        super().__init__(in_features, num_classes, **options)
+        self.scale = scale
+
+    def features(self, h):
+        return super().features(h * self.scale)
+
+    def loss(self, h, target, **options):
+        return super().loss(h * self.scale, target, **options)
+"""
+
+
+def test_a_users_own_head_joins(tmp_path, monkeypatch):
+    (tmp_path / "own_head.py").write_text(OWN_HEAD)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    summary = compare.compare(QUICK, ["softmax", "own_head:Scaled(scale=3)"], 2, tmp_path / "out", jobs=2)
+    assert summary["metrics"]["error"]["own_head:Scaled(scale=3)"]["mean"] < 50
+    assert (tmp_path / "out" / "own_head-Scaled-scale=3" / "seed-1").is_dir()
+
+
+# ------------------------------------------------------------------------------------------------------ command line
+
+
+def run(capsys, *argv):
+    status = main(list(argv))
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_commands(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = run(
+        capsys, "compare", "digits", "--seeds", "2", "--heads", "softmax,gsoftmax", "epochs=2", "--out", "o"
+    )
+    assert status == 0 and "digits: 1,297 train, 500 test" in out and out.strip().endswith("report.html") and not err
+    page = (tmp_path / "o" / "report.html").read_text()
+    assert "gsoftmax against softmax, 2 seeds" in page and "<td>" in page
+    assert json.loads((tmp_path / "o" / "summary.json").read_text())["seeds"] == [0, 1]
+
+    assert run(capsys, "train", "digits", "epochs=1", "head=gsoftmax", "head_options.lam=0.5", "--out", "t")[0] == 0
+    status, out, _ = run(capsys, "evaluate", "t")
+    again = {line.split()[0]: float(line.split()[1]) for line in out.splitlines()}
+    assert again["ratio"] == pytest.approx(train.read_result(tmp_path / "t")["ratio"], rel=1e-5)
+    for command, word in (
+        ("datasets", "tiny-imagenet"),
+        ("recipes", "wrn1100-cifar10-gsoftmax"),
+        ("heads", "margin=2"),
+    ):
+        status, out, _ = run(capsys, command)
+        assert status == 0 and word in out
+
+
+def test_smoke_numbers_are_never_shown_as_results(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, out, _ = run(capsys, "reproduce", "table1", "--row", "wrn-cifar10-gsoftmax", "--smoke")
+    assert status == 0 and "smoke ok" in out and "no result" in out
+    ours = 100 * train.read_result(tmp_path / "runs" / "reproduce" / "smoke" / "wrn-cifar10-gsoftmax")["error"]
+    assert f"{ours:.2f}" not in out
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["compare", "digitz"], "'digitz' is neither a recipe nor a dataset; nearest: digits"),
+        (["compare", "digits", "epochz=3"], "unknown key 'epochz', did you mean 'epochs'"),
+        (["compare", "digits", "epochs"], "changes are written key=value, got 'epochs'"),
+        (["compare", "digits", "--heads", "softmax,,gsoftmax"], "heads must be different and not empty"),
+        (["compare", "digits", "--heads", "softmax,softmax"], "heads must be different and not empty"),
+        (["compare", "digits", "--heads", "soft max"], "head must be written as name"),
+        (["compare", "digits", "--heads", "gsoftmax(lam)"], "takes options as option=value, got 'lam'"),
+        (["compare", "digits", "--heads", "gsoftmax(lam=-1)"], "lam must be 0 or more"),
+        (["compare", "digits", "--seeds", "0"], "--seeds must be 1 or more, got 0"),
+        (["compare", "digits", "batch_size=2000"], "batch_size must be at most the 1,297 training rows"),
+        (["compare", "cifar10", "--data", "nowhere"], "cifar10"),
+        (["compare", "folder:nowhere"], "nowhere"),
+        (["compare", "npz:nowhere.npz"], "nowhere.npz"),
+        (["compare", "digits-mosaic", "--heads", "lsoftmax"], "L-softmax has no multi-label form"),
+        (["train", "nothing"], "'nothing' is neither a recipe nor a dataset"),
+        (["evaluate", "nowhere"], "nowhere holds no finished run"),
+        (["reproduce", "table9"], "unknown table 'table9'; tables are table1, table2, table3, table4"),
+        (["reproduce", "table1", "--row", "x"], "table1 has no row 'x'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_two(argv, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = run(capsys, *argv)
+    assert status == 2 and words in err and err.startswith("gsoftmax: ") and "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_module_runs_as_a_program():
+    done = subprocess.run([sys.executable, "-m", "gsoftmax", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("gsoftmax 0.")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n, r in recipes().items() if r.published or n == "cifar10-fast"])
+def test_every_recipe_passes_its_smoke_run(name, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = run(capsys, "train", name, "--smoke", "--out", "run", "threads=1")
+    assert status == 0, err
+    result = train.read_result(tmp_path / "run")
+    assert all(math.isfinite(result[k]) for k in ("nll", "ece")) and "smoke" in out
