@@ -193,6 +193,20 @@ def test_other_ways_to_train(changes):
     assert train.train(QUICK.override(changes | {"train_fraction": 1.0}))["error"] < 0.1
 
 
+def test_a_full_disk_is_one_line_and_leaves_no_partial_file(tmp_path, capsys, monkeypatch):
+    def full(*args, **kwargs):
+        raise RuntimeError("[enforce fail at inline_container.cc:664] unexpected pos 64 vs 0, no space left")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch, "save", full)
+    status, _, err = run(capsys, "train", "digits", "epochs=2", "--out", "run")
+    assert status == 2 and "last.pt cannot be written" in err and "Traceback" not in err and err.count("\n") == 1
+    assert not list(tmp_path.rglob("*.partial"))
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert run(capsys, "train", "digits", "epochs=2", "--out", "run", "--resume")[0] == 0
+
+
 def test_schedule_by_step_with_warm_up():
     config = Config(schedule={"name": "linspace", "a": 1.0, "b": 0.0}, schedule_every="step", warmup=0.5)
     schedule = train.build_schedule(config, 9)

@@ -37,8 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args.run(args)
     except KeyboardInterrupt:
-        hint = f"; the same command with --out {args.out} goes on from the last checkpoint" if _out(args) else ""
-        print(f"\ngsoftmax: stopped{hint}", file=sys.stderr)
+        hint = {"train": "; the same command with --resume goes on from the last checkpoint"}
+        hint |= dict.fromkeys(("compare", "reproduce"), "; the same command goes on where this one stopped")
+        print(f"\ngsoftmax: stopped{hint.get(args.command, '')}", file=sys.stderr)
         return 130
     except (ValueError, OSError, RuntimeError) as error:
         if args.debug or type(error) is RuntimeError:
@@ -58,10 +59,6 @@ def _set_apart(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         (changes if is_change else words).append(word)
         takes_value = word.startswith("--") and "=" not in word and word not in ("--debug", "--resume", "--smoke")
     return words, changes
-
-
-def _out(args: argparse.Namespace) -> str | None:
-    return getattr(args, "out", None)
 
 
 def _one_line(error: Exception) -> str:

@@ -20,10 +20,11 @@ import math
 import os
 import platform
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -631,28 +632,39 @@ class RunFolder:
         return SummaryWriter(str(self.path / "tensorboard"))
 
     def save(self, state: Mapping[str, Any]) -> None:
-        partial = self.last.with_suffix(".partial")
-        torch.save(state, partial)
-        os.replace(partial, self.last)
+        with whole_file(self.last) as partial:
+            torch.save(state, partial)
 
     def finish(self, result: Mapping[str, Any], outputs: Mapping[str, Tensor]) -> None:
         from safetensors.torch import save_file
 
-        partial = self.path / "outputs.partial"
-        save_file({k: v.contiguous() for k, v in outputs.items()}, partial)
-        os.replace(partial, self.path / "outputs.safetensors")
+        with whole_file(self.path / "outputs.safetensors") as partial:
+            save_file({k: v.contiguous() for k, v in outputs.items()}, partial)
         self.log({"final": True, **result})
         if (board := self._board()) is not None:
             board.close()
 
 
-def write_atomically(path: Path, text: str) -> None:
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A name to write to; the file appears under `path` when all of it is there, and not at all otherwise."""
     partial = path.with_name(path.name + ".partial")
     try:
-        partial.write_text(text)
+        yield partial
         os.replace(partial, path)
+    except OSError:
+        raise
+    except Exception as error:  # torch and safetensors wrap what the system said in words of their own
+        full = shutil.disk_usage(path.parent).free < 2**20
+        reason = "no space left on the disk" if full else str(error).splitlines()[0]
+        raise OSError(f"{path} cannot be written: {reason}") from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    with whole_file(path) as partial:
+        partial.write_text(text)
 
 
 def read_config(run: Path) -> Config | None:
