@@ -1,0 +1,444 @@
+"""Significance: paired t-tests with intervals, Pearson correlations, Holm's correction, and how many seeds are enough.
+
+The paper compares the per-class average precisions of two heads with a paired-sample t-test and correlates class
+geometry with average precision. Student's distribution is computed here, so that nothing beyond NumPy is needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+__all__ = [
+    "Correlation",
+    "Paired",
+    "PaperCorrelation",
+    "all_class_correlation",
+    "holm",
+    "paired",
+    "paper_correlations",
+    "pearson",
+    "power",
+    "required_n",
+    "t_cdf",
+    "t_quantile",
+    "t_two_sided",
+]
+
+ArrayLike = Any  # a torch tensor, a NumPy array, or a list of numbers
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Paired differences
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Paired:
+    """A paired comparison: how far b is from a on average, how sure that is, and from how many pairs."""
+
+    difference: float  # mean of b - a: positive where the second is larger
+    low: float  # confidence interval of the difference
+    high: float
+    t: float
+    p: float  # two-sided
+    n: int  # pairs used
+    sd: float  # standard deviation of b - a, dividing by n - 1
+    dropped: int = 0  # pairs left out because one side was nan
+
+
+def paired(a: ArrayLike, b: ArrayLike, confidence: float = 0.95) -> Paired:
+    """Paired-sample t-test of b - a, the difference from the first: a and b hold the same seeds, folds or classes.
+
+    t = mean(d) / (sd(d)/sqrt(n)), d = b - a, with n - 1 degrees of freedom.
+
+    A pair with a nan on either side (a class without positives has no average precision) is dropped and counted in
+    `dropped`. With one pair the difference stands alone: sd, t, p and the interval are nan. When all differences are
+    equal, t is infinite and p is 0, or, when they are all zero, t is 0 and p is 1.
+
+    >>> result = paired([1.0, 2.0, 3.0, 4.0], [1.5, 2.5, 3.0, 5.0])
+    >>> result.difference, result.n, round(result.t, 4), round(result.p, 4)
+    (0.5, 4, 2.4495, 0.0917)
+    >>> round(result.low, 3), round(result.high, 3)
+    (-0.15, 1.15)
+    """
+    _check_fraction("confidence", confidence)
+    a, b, dropped = _pairs(a, b, "a", "b")
+    nan = math.nan
+    n = len(a)
+    if n == 0:
+        return Paired(nan, nan, nan, nan, nan, 0, nan, dropped)
+    d = b - a
+    difference = float(d.mean())
+    if n == 1:
+        return Paired(difference, nan, nan, nan, nan, 1, nan, dropped)
+    if (d == d[0]).all():
+        difference = float(d[0])
+        t = math.copysign(math.inf, difference) if difference else 0.0
+        return Paired(difference, difference, difference, t, 0.0 if difference else 1.0, n, 0.0, dropped)
+    sd = float(d.std(ddof=1))
+    error = sd / math.sqrt(n)
+    t = difference / error
+    half = t_quantile((1 + confidence) / 2, n - 1) * error
+    return Paired(difference, difference - half, difference + half, t, t_two_sided(t, n - 1), n, sd, dropped)
+
+
+def holm(pvalues: ArrayLike) -> np.ndarray:
+    """Holm's step-down correction: p-values adjusted for being several, so that each may be held to the same level.
+
+    The k-th smallest of m is multiplied by m - k + 1 and raised to the largest before it. nan stays nan, uncounted.
+
+    >>> holm([0.01, 0.04, 0.03]).tolist()
+    [0.03, 0.06, 0.06]
+    """
+    p = _array(pvalues, "pvalues")
+    if p.ndim != 1:
+        raise ValueError(f"pvalues must have one dimension, got {p.shape}")
+    known = np.flatnonzero(~np.isnan(p))
+    if ((p[known] < 0) | (p[known] > 1)).any():
+        raise ValueError(f"pvalues must be in [0, 1], got {p[known][(p[known] < 0) | (p[known] > 1)][0]}")
+    order = known[np.argsort(p[known], kind="stable")]
+    adjusted = p.copy()
+    adjusted[order] = np.minimum(np.maximum.accumulate(p[order] * np.arange(len(order), 0, -1)), 1.0)
+    return adjusted
+
+
+def power(n: int, sd: float, effect: float, alpha: float = 0.05) -> float:
+    """Probability that a two-sided paired t-test of n pairs at level alpha finds a true mean difference `effect`,
+    when the differences scatter with standard deviation `sd`.
+
+    >>> round(power(34, sd=1.0, effect=0.5), 3)
+    0.808
+    """
+    if n != int(n) or n < 2:
+        raise ValueError(f"n must be a whole number of at least 2 pairs, got {n!r}")
+    _check_fraction("alpha", alpha)
+    _check_number("sd", sd)
+    _check_number("effect", effect)
+    if sd < 0:
+        raise ValueError(f"sd must not be negative, got {sd}")
+    if sd == 0:
+        return 1.0 if effect else alpha
+    dof = int(n) - 1
+    shift = abs(effect) / sd * math.sqrt(n)
+    critical = t_quantile(1 - alpha / 2, dof)
+    # Given s, the estimated over the true deviation, t is normal around shift/s: the power is the mean over s of
+    # P(|Z + shift| > critical s). With u = log s the density of s is proportional to exp(dof (u - e^(2u)/2)); it falls
+    # below e^-39 of its peak beyond these limits, and the trapezoidal rule converges exponentially on such a bell.
+    reach = math.sqrt(39 / dof)
+    u = np.linspace(-reach - 39 / dof, reach, 4001)
+    weight = np.exp(dof * (u - (np.exp(2 * u) - 1) / 2))
+    border = critical * np.exp(u) / math.sqrt(2)
+    centre = shift / math.sqrt(2)
+    found = [(math.erfc(x - centre) + math.erfc(x + centre)) / 2 for x in border.tolist()]
+    return min(1.0, float(np.dot(weight, found) / weight.sum()))
+
+
+def required_n(sd: float, effect: float, power: float = 0.8, alpha: float = 0.05) -> int:
+    """Pairs (seeds) a two-sided paired t-test needs to find a true mean difference `effect` with probability `power`.
+
+    The normal approximation ((z_(1-alpha/2) + z_power) sd/effect)^2 is the start; from there n moves to the smallest
+    whose exact power (see the function `power`) suffices. Above a million pairs the approximation itself is returned.
+
+    >>> required_n(sd=1.0, effect=0.5)
+    34
+    """
+    _check_fraction("power", power)
+    _check_fraction("alpha", alpha)
+    _check_number("sd", sd)
+    _check_number("effect", effect)
+    if sd < 0:
+        raise ValueError(f"sd must not be negative, got {sd}")
+    if effect == 0:
+        raise ValueError("effect must not be 0: no number of pairs finds a difference that is not there, got 0")
+    z = NormalDist().inv_cdf(1 - alpha / 2)
+    start = max(0.0, z + NormalDist().inv_cdf(power)) ** 2 * (sd / effect) ** 2
+    n = max(2, math.ceil(start))
+    if n > 1_000_000:
+        return n
+    enough = _power_at(sd, effect, alpha)
+    while enough(n) < power:
+        n += 1
+    while n > 2 and enough(n - 1) >= power:
+        n -= 1
+    return n
+
+
+def _power_at(sd: float, effect: float, alpha: float) -> Any:
+    return lambda n: power(n, sd, effect, alpha)  # out here, where `power` is the function
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Correlations
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """Pearson's r, its two-sided p-value and confidence interval, and the number of points behind it."""
+
+    r: float
+    p: float
+    n: int
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class PaperCorrelation(Correlation):
+    """The paper's correlation: of one class, the one whose value averaged over the settings is best."""
+
+    best_class: int
+
+
+def pearson(a: ArrayLike, b: ArrayLike, confidence: float = 0.95) -> Correlation:
+    """Pearson's correlation of a and b, with the exact p-value under normality and Fisher's interval.
+
+    Pairs with a nan are dropped; n says how many remain. Two points always lie on a line: r is 1 or -1 and p is 1. If
+    a or b never varies, or with fewer than two points, r is nan.
+
+    >>> result = pearson([1.0, 2.0, 3.0, 4.0], [1.0, 3.0, 2.0, 4.0])
+    >>> round(result.r, 4), round(result.p, 4), result.n
+    (0.8, 0.2, 4)
+    """
+    _check_fraction("confidence", confidence)
+    a, b, _ = _pairs(a, b, "a", "b")
+    n = len(a)
+    nan = math.nan
+    if n < 2 or (a == a[0]).all() or (b == b[0]).all():
+        return Correlation(nan, nan, n, nan, nan)
+    u, v = _unit(a), _unit(b)
+    if n == 2:
+        return Correlation(1.0 if u @ v > 0 else -1.0, 1.0, n, -1.0, 1.0)
+    r = min(1.0, max(-1.0, float(u @ v)))
+    # 1 - r^2 from the distances of the unit vectors: exact where r is next to 1 and 1 - r*r would lose all digits
+    rest = float((u - v) @ (u - v)) * float((u + v) @ (u + v)) / 4
+    dof = n - 2
+    p = 0.0 if rest == 0 else t_two_sided(math.copysign(math.sqrt(max(0.0, 1 - rest) * dof / rest), r), dof)
+    if n == 3 or abs(r) == 1:
+        return Correlation(r, p, n, *((-1.0, 1.0) if n == 3 else (r, r)))
+    half = NormalDist().inv_cdf((1 + confidence) / 2) / math.sqrt(n - 3)
+    return Correlation(r, p, n, math.tanh(math.atanh(r) - half), math.tanh(math.atanh(r) + half))
+
+
+def paper_correlations(values: Any, ap: ArrayLike, *, largest: bool = True) -> Any:
+    """The paper's correlation of a class-geometry measure with average precision.
+
+    values, ap: (settings, classes), one row per G-softmax setting. The class whose value averaged over all settings is
+    best (largest, or with `largest=False` smallest) is picked, and its values are correlated with its average
+    precisions across the settings. A mapping of measures to such tables gives a mapping of results. Classes with a nan
+    anywhere are passed over.
+
+    The paper has five settings: few points, of one class picked for its values. Read n beside p, and see
+    `all_class_correlation`.
+
+    >>> values = [[1.0, 5.0], [2.0, 6.0], [3.0, 8.0]]
+    >>> ap = [[0.5, 0.60], [0.4, 0.65], [0.6, 0.75]]
+    >>> result = paper_correlations(values, ap)
+    >>> result.best_class, round(result.r, 3), result.n
+    (1, 1.0, 3)
+    """
+    if isinstance(values, Mapping):
+        return {name: paper_correlations(table, ap, largest=largest) for name, table in values.items()}
+    v, a = _tables(values, ap)
+    complete = np.flatnonzero(~(np.isnan(v) | np.isnan(a)).any(0))
+    if not len(complete):
+        raise ValueError(f"values and ap must have a class without nan in all {len(v)} settings, got none")
+    means = v[:, complete].mean(0)
+    best = int(complete[means.argmax() if largest else means.argmin()])
+    c = pearson(v[:, best], a[:, best])
+    return PaperCorrelation(r=c.r, p=c.p, n=c.n, low=c.low, high=c.high, best_class=best)
+
+
+def all_class_correlation(values: ArrayLike, ap: ArrayLike) -> Correlation:
+    """Pearson's correlation of a measure with average precision over all (setting, class) points together.
+
+    values, ap: (settings, classes); points with a nan are left out. The settings of one class are not independent of
+    each other, so p is too small when there are several settings: read it as a description.
+
+    >>> round(all_class_correlation([[1.0, 5.0, 2.0], [2.0, 6.0, 3.0]], [[0.5, 0.7, 0.5], [0.5, 0.8, 0.6]]).r, 3)
+    0.978
+    """
+    v, a = _tables(values, ap)
+    return pearson(v.ravel(), a.ravel())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Student's distribution
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def t_two_sided(t: float, dof: float) -> float:
+    """P(|T| >= |t|) for Student's t with `dof` degrees of freedom, to about 1e-13 of itself however small.
+
+    It is the regularised incomplete beta function I_x(dof/2, 1/2) at x = dof/(dof + t^2).
+
+    >>> round(t_two_sided(2.0, 10), 6)
+    0.073388
+    """
+    if not dof > 0:
+        raise ValueError(f"dof must be positive, got {dof}")
+    if math.isnan(t):
+        return math.nan
+    ratio = abs(t) / math.sqrt(dof)
+    if ratio == 0:
+        return 1.0
+    if math.isinf(ratio):
+        return 0.0
+    a = dof / 2
+    # x = 1/(1 + ratio^2) and y = 1 - x through their logarithms: no overflow, and y keeps its digits when x is near 1
+    log_y_over_x = 2 * math.log(ratio)
+    log_x = -math.log1p(ratio * ratio) if ratio < 1e8 else -log_y_over_x
+    log_y = log_x + log_y_over_x
+    # x^a y^(1/2) / B(a, 1/2)
+    log_front = a * log_x + log_y / 2 + _log_gamma_half_step(a) - math.log(math.pi) / 2
+    if math.exp(log_y) > 1.5 / (a + 2.5):  # outside the bulk: the tail itself
+        return min(1.0, math.exp(log_front - log_y - math.log(a)) * _tail_fraction(a, math.exp(-log_y_over_x)))
+    return max(0.0, 1 - math.exp(log_front) * _bulk_series(a, math.exp(log_y)))
+
+
+def t_cdf(t: float, dof: float) -> float:
+    """P(T <= t) for Student's t with `dof` degrees of freedom.
+
+    >>> t_cdf(0.0, 3), round(t_cdf(2.0, 10), 6)
+    (0.5, 0.963306)
+    """
+    tail = t_two_sided(t, dof) / 2
+    return tail if t < 0 else 1 - tail
+
+
+def t_quantile(q: float, dof: float) -> float:
+    """The t with P(T <= t) = q for Student's t with `dof` degrees of freedom.
+
+    >>> round(t_quantile(0.975, 9), 6)
+    2.262157
+    """
+    if not 0 <= q <= 1:
+        raise ValueError(f"q must be in [0, 1], got {q}")
+    if not dof > 0:
+        raise ValueError(f"dof must be positive, got {dof}")
+    if q in (0, 1):
+        return math.copysign(math.inf, q - 0.5)
+    if q == 0.5:
+        return 0.0
+    target = 2 * min(q, 1 - q)  # two-sided
+    # Newton's method on log p as a function of log t (nearly linear in the tails), kept inside a bracket.
+    log_scale = _log_gamma_half_step(dof / 2) - math.log(dof * math.pi) / 2
+    low, high = -745.0, 1.0
+    while t_two_sided(math.exp(high), dof) > target:
+        low, high = high, 2 * high
+        if high > 700:
+            return math.copysign(math.inf, q - 0.5)
+    s = math.log(max(NormalDist().inv_cdf(1 - target / 2), 1e-300)) if target > 1e-15 else (low + high) / 2
+    for _ in range(200):
+        if not low < s < high:
+            s = (low + high) / 2
+        t = math.exp(s)
+        p = t_two_sided(t, dof)
+        if p > target:
+            low = s
+        else:
+            high = s
+        density = math.exp(log_scale - (dof + 1) / 2 * math.log1p(t * t / dof)) if t < 1e150 else 0.0
+        slope = 2 * density * t / p if p > 0 else 0.0
+        step = math.log(p / target) / slope if slope > 0 and p > 0 else math.inf
+        s += step
+        if abs(step) < 2e-16 or high - low < 1e-16 * abs(high):
+            break
+    return math.copysign(math.exp(s), q - 0.5)
+
+
+def _log_gamma_half_step(a: float) -> float:
+    """log(Gamma(a + 1/2) / Gamma(a)): the difference of two lgammas would lose its digits for large a."""
+    shift = 0.0
+    while a < 20:
+        shift += math.log(a / (a + 0.5))
+        a += 1
+    # The asymptotic series in 1/a; its next term is below 1e-17 here.
+    i = 1 / (a * a)
+    series = 1 / 8 - i * (1 / 192 - i * (1 / 640 - i * (17 / 14336 - i * (31 / 18432))))
+    return shift + math.log(a) / 2 - series / a
+
+
+def _tail_fraction(a: float, z: float) -> float:
+    """2F1(1/2, 1; a + 1; -z) by Gauss's continued fraction 1/(1 + k_1 z/(1 + k_2 z/(1 + ...))), z = x/y = dof/t^2.
+
+    I_x(a, 1/2) = x^a y^(1/2) / (a B(a, 1/2)) * 2F1(a + 1/2, 1; a + 1; x), and Pfaff's transformation turns the last
+    factor into 2F1(1/2, 1; a + 1; -x/y) / y. Here every term is positive, so nothing cancels; the usual fraction in x
+    loses its digits when x is next to 1, that is, for many degrees of freedom.
+    """
+    c, d, h = 1.0, 0.0, 1.0  # Lentz's method
+    for k in range(1, 100_000):
+        n, odd = divmod(k, 2)
+        top = (n + 0.5) * (n + a) if odd else n * (n + a - 0.5)
+        step = top * z / ((k + a - 1) * (k + a))
+        d = 1 / (1 + step * d)
+        c = 1 + step / c
+        h *= c * d
+        if abs(c * d - 1) < 3e-16:
+            break
+    return 1 / h
+
+
+def _bulk_series(a: float, y: float) -> float:
+    """2 * 2F1(a + 1/2, 1; 3/2; y): I_y(1/2, a) = x^a y^(1/2) / B(a, 1/2) times this. Every term is positive."""
+    total = term = 2.0
+    n = 0
+    while term > 1e-17 * total:
+        term *= (a + 0.5 + n) / (1.5 + n) * y
+        total += term
+        n += 1
+    return total
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Input
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _array(value: ArrayLike, name: str) -> np.ndarray:
+    if hasattr(value, "detach"):  # a torch tensor, without importing torch
+        value = value.detach().cpu().double().numpy()
+    try:
+        return np.array(value, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be numbers, got {value!r:.60}") from None
+
+
+def _pairs(a: ArrayLike, b: ArrayLike, name_a: str, name_b: str) -> tuple[np.ndarray, np.ndarray, int]:
+    x, y = _array(a, name_a), _array(b, name_b)
+    if x.ndim != 1 or y.ndim != 1 or len(x) != len(y):
+        raise ValueError(f"{name_a} and {name_b} must be equally long lists of numbers, got {x.shape} and {y.shape}")
+    for name, value in ((name_a, x), (name_b, y)):
+        if np.isinf(value).any():
+            raise ValueError(f"{name} must be finite (nan marks a missing value), got {value[np.isinf(value)][0]}")
+    known = ~(np.isnan(x) | np.isnan(y))
+    return x[known], y[known], int((~known).sum())
+
+
+def _tables(values: ArrayLike, ap: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+    v, a = _array(values, "values"), _array(ap, "ap")
+    if v.ndim != 2 or v.shape != a.shape:
+        raise ValueError(f"values and ap must both be (settings, classes), got {v.shape} and {a.shape}")
+    return v, a
+
+
+def _unit(x: np.ndarray) -> np.ndarray:
+    x = x - x.mean()
+    x = x / np.abs(x).max()
+    return x / math.sqrt(float(x @ x))
+
+
+def _check_fraction(name: str, value: float) -> None:
+    if not 0 < value < 1:
+        raise ValueError(f"{name} must be between 0 and 1, got {value}")
+
+
+def _check_number(name: str, value: float) -> None:
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value}")
