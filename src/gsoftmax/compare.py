@@ -171,11 +171,13 @@ def summarise(
     out: str | os.PathLike[str], heads: Sequence[str], seeds: Sequence[int], *, multilabel: bool
 ) -> dict[str, Any]:
     """Mean and deviation of every metric for every head, and the paired difference from the first head."""
-    results = {h: [read_result(Path(out) / folder_name(h) / f"seed-{s}") for s in seeds] for h in heads}
+    results: dict[str, list[Any]] = {
+        h: [read_result(Path(out) / folder_name(h) / f"seed-{s}") for s in seeds] for h in heads
+    }
     summary: dict[str, Any] = {"heads": list(heads), "seeds": list(seeds), "metrics": {}, "multilabel": multilabel}
     for metric in MULTI if multilabel else SINGLE:
         scale = 100.0 if metric in PERCENT else 1.0
-        values = {h: np.array([scale * r[metric] for r in results[h]], dtype=float) for h in heads}  # type: ignore[index]
+        values = {h: np.array([scale * r[metric] for r in results[h]]) for h in heads}
         rows = {}
         for h in heads:
             v = values[h]
@@ -187,7 +189,7 @@ def summarise(
             if h != heads[0] and len(v) > 1:
                 rows[h]["paired"] = asdict(significance.paired(values[heads[0]], v))
         summary["metrics"][metric] = rows
-    summary["seconds"] = {h: [r["seconds"] for r in results[h]] for h in heads}  # type: ignore[index]
+    summary["seconds"] = {h: [r["seconds"] for r in results[h]] for h in heads}
     write_atomically(Path(out) / "summary.json", json.dumps(summary, indent=2))
     return summary
 

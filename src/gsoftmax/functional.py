@@ -379,7 +379,7 @@ class _ZeroGradients(torch.autograd.Function):
         ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         mu, sigma = ctx.saved_tensors
         return grad, torch.zeros_like(mu), torch.zeros_like(sigma)
 

@@ -177,8 +177,8 @@ class GaussianLogits(nn.Module):
         """mu and sigma to use on x, in the dtype of the arithmetic; tracked Gaussians take their step first, over the
         rows whose class index in `target` is not to be ignored."""
         if self.gaussians == "tracked" and self.training and torch.is_grad_enabled():
-            indices = target is not None and not target.is_floating_point()
-            self.track(x.detach(), target != ignore_index if indices else None)
+            indices = None if target is None or target.is_floating_point() else target
+            self.track(x.detach(), None if indices is None else indices.ne(ignore_index))
         mu, sigma = functional._gaussians(x, self.mu, self.sigma, self.lam)
         # a later step writes over the buffer, which a pending backward pass may still need
         return (mu.clone() if self.gaussians == "tracked" else mu), sigma

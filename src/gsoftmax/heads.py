@@ -271,7 +271,7 @@ class LSoftmaxHead(SoftmaxHead):
             self.steps += 1
         return z.view(*shape, self.num_classes)
 
-    def loss(
+    def loss(  # type: ignore[override]  # the options spelled out
         self,
         h: Tensor,
         target: Tensor,

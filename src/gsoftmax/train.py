@@ -155,6 +155,9 @@ class Diverged(RuntimeError):
 class Network(nn.Module):
     """Backbone and head: images or rows in, h or the loss out."""
 
+    backbone: Any
+    head: Any
+
     def __init__(self, backbone: nn.Module, head: nn.Module, feature_scale: float = 1.0) -> None:
         super().__init__()
         self.backbone, self.head, self.feature_scale = backbone, head, feature_scale
@@ -420,14 +423,14 @@ def train(
         if not per_step:
             scheduler.step()
         if config.evaluate_every and epoch % config.evaluate_every == 0 and epoch < config.epochs:
-            row |= evaluate(average.module if average else network, dataset, config, config.evaluate_on)[0]
+            row |= evaluate(_evaluated(network, average), dataset, config, config.evaluate_on)[0]
         if folder is not None:
             folder.log(row | {"seconds": time.perf_counter() - started})
             if config.checkpoint_every and epoch % config.checkpoint_every == 0:
                 parts = _parts(network, optimizer, scheduler, average, scaler)
                 folder.save({"epoch": epoch} | {name: part.state_dict() for name, part in parts.items()})
 
-    best = average.module if average is not None else network
+    best = _evaluated(network, average)
     if device.type == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - started
@@ -470,6 +473,10 @@ def _average(network: Network, decay: float) -> torch.optim.swa_utils.AveragedMo
         return None
     swa = torch.optim.swa_utils
     return swa.AveragedModel(network, multi_avg_fn=swa.get_ema_multi_avg_fn(decay), use_buffers=True)
+
+
+def _evaluated(network: Network, average: Any) -> Network:
+    return network if average is None else average.module
 
 
 def _parts(network: Any, optimizer: Any, scheduler: Any, average: Any, scaler: Any) -> dict[str, Any]:
