@@ -1,0 +1,56 @@
+"""`digits`: the real images that come with scikit-learn, so that everything can be tried without a download."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from .core import DataError, Dataset, DatasetInfo, Split, take
+
+DIGITS = DatasetInfo(
+    name="digits",
+    size="1,297 train, 500 test, 10 classes, 1x8x8 images",
+    source="comes with scikit-learn (UCI: Optical Recognition of Handwritten Digits), nothing to download",
+    layout="none",
+)
+
+
+def load_digits() -> Dataset:
+    """1,797 handwritten digits, 8 x 8 grey levels, with a fixed stratified split into 1,297 and 500."""
+    levels, labels = _digits()
+    # 0 ... 16 becomes 0 ... 255: 255/16 apart, so all 17 levels stay distinct
+    x = torch.from_numpy(np.rint(levels * (255 / 16)).astype(np.uint8)).view(-1, 1, 8, 8)
+    y = torch.from_numpy(labels.astype(np.int64))
+    test, train = take(y, 500 / len(y), seed=1797)
+    every = Split(x, y)
+    return Dataset(
+        name="digits",
+        kind="images",
+        classes=tuple(str(d) for d in range(10)),
+        multilabel=False,
+        train=every.select(train),
+        test=every.select(test),
+        source=DIGITS.source,
+    )
+
+
+def _digits() -> tuple[np.ndarray, np.ndarray]:
+    """Grey levels 0 to 16, (1797, 64), and digits, (1797,)."""
+    found = importlib.util.find_spec("sklearn")
+    if found is None or not found.origin:
+        raise DataError("digits comes with scikit-learn, which is not installed: pip install scikit-learn")
+    # the table itself, where it is: importing scikit-learn would take a hundred times as long
+    table = Path(os.path.dirname(found.origin), "datasets", "data", "digits.csv.gz")
+    if table.is_file():
+        with gzip.open(table, "rt") as lines:
+            rows = np.loadtxt(lines, delimiter=",")
+        return rows[:, :64], rows[:, 64]
+    from sklearn.datasets import load_digits as bundled
+
+    raw = bundled()
+    return raw.data, raw.target

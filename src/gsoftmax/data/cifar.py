@@ -1,0 +1,287 @@
+"""CIFAR-10 and CIFAR-100 from the published Python archives, without running what a pickle asks for.
+
+The archives hold Python 2 pickles. `safe_unpickle` checks every opcode first and gives NumPy's names to stand-ins that
+only record what they are given, so neither arbitrary code nor NumPy's own unpickling runs; the array is rebuilt from
+its bytes.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import pickle
+import pickletools
+import tarfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .augment import PRESETS
+from .core import DataError, Dataset, DatasetInfo, Split, check_md5, first_line, is_smoke, locate, read_bytes
+
+CIFAR10 = DatasetInfo(
+    name="cifar10",
+    size="50,000 train, 10,000 test, 10 classes, 3x32x32 images",
+    source="https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz (163 MB, MD5 c58f30108f718f92721af3b95e74349a)",
+    layout="ROOT/cifar-10-python.tar.gz as downloaded, or extracted:\n"
+    "ROOT/cifar-10-batches-py/{data_batch_1, ..., data_batch_5, test_batch, batches.meta}",
+)
+CIFAR100 = DatasetInfo(
+    name="cifar100",
+    size="50,000 train, 10,000 test, 100 classes, 3x32x32 images",
+    source="https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz (161 MB, MD5 eb9058c3a382ffc7106e4002c42a8d85)",
+    layout="ROOT/cifar-100-python.tar.gz as downloaded, or extracted:\nROOT/cifar-100-python/{train, test, meta}",
+)
+
+# file -> published MD5
+_FILES = {
+    "cifar10": {
+        "data_batch_1": "c99cafc152244af753f735de768cd75f",
+        "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
+        "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
+        "data_batch_4": "634d18415352ddfa80567beed471001a",
+        "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
+        "test_batch": "40351d587109b95175f43aff81a1287e",
+        "batches.meta": "5ff9c542aee3614f3951f8cda6e48888",
+    },
+    "cifar100": {
+        "train": "16019d7e3df5f24257cddd939b257f8d",
+        "test": "f0ef6b0ae62326f3e7ffdfab6717acfc",
+        "meta": "7973b15100ade9c7d40fb424638fde48",
+    },
+}
+_ARCHIVES = {
+    "cifar10": ("cifar-10-python.tar.gz", "cifar-10-batches-py", "c58f30108f718f92721af3b95e74349a"),
+    "cifar100": ("cifar-100-python.tar.gz", "cifar-100-python", "eb9058c3a382ffc7106e4002c42a8d85"),
+}
+_MAX_MEMBER = 2**28  # the largest, CIFAR-100's train, has 155 MB
+_MAX_ARCHIVE = 2**29
+
+
+def load_cifar(name: str, root: str | os.PathLike[str] | None = None, *, check: bool = True) -> Dataset:
+    """CIFAR-10 or CIFAR-100 (fine labels); the extracted folder when it is there, else the archive, read in memory."""
+    info = CIFAR10 if name == "cifar10" else CIFAR100
+    archive, folder, archive_md5 = _ARCHIVES[name]
+    base = locate(info, root, [".", name], [folder, archive])
+    if (base / folder).is_dir():
+        smoke = is_smoke(base / folder)
+        members = {n: read_bytes(base / folder / n, _MAX_MEMBER) for n in _FILES[name]}
+        where = base / folder
+    else:
+        smoke = is_smoke(base)
+        md5 = archive_md5 if check and not smoke else None
+        members = _read_archive(base / archive, folder, list(_FILES[name]), md5)
+        where = base / archive
+    if check and not smoke:
+        for file, published in _FILES[name].items():
+            check_md5(members[file], published, where / file)
+    contents = {file: safe_unpickle(data, where / file) for file, data in members.items()}
+
+    meta, label_key, names_key = ("batches.meta", "labels", "label_names")
+    train_files = [f"data_batch_{k}" for k in range(1, 6)]
+    test_file = "test_batch"
+    if name == "cifar100":
+        meta, label_key, names_key = ("meta", "fine_labels", "fine_label_names")
+        train_files, test_file = ["train"], "test"
+    classes = _names(contents[meta], names_key, where / meta)
+    train = [_rows(contents[f], label_key, len(classes), where / f) for f in train_files]
+    return Dataset(
+        name=f"{name} (smoke)" if smoke else name,
+        kind="images",
+        classes=classes,
+        multilabel=False,
+        train=Split(torch.cat([x for x, _ in train]), torch.cat([y for _, y in train])),
+        test=Split(*_rows(contents[test_file], label_key, len(classes), where / test_file)),
+        augment=PRESETS["crop-flip"],
+        source=info.source,
+    )
+
+
+def _read_archive(path: Path, folder: str, names: list[str], md5: str | None) -> dict[str, bytes]:
+    """The named members' bytes, straight from the archive: nothing is written, links and other members are ignored."""
+    raw = read_bytes(path, _MAX_ARCHIVE)
+    if md5 is not None:
+        check_md5(raw, md5, path)
+    wanted = {f"{folder}/{name}": name for name in names}
+    found: dict[str, bytes] = {}
+    try:
+        stream = _Bounded(gzip.GzipFile(fileobj=io.BytesIO(raw)), _MAX_ARCHIVE, path)
+        with tarfile.open(fileobj=stream, mode="r|") as tar:  # type: ignore[call-overload]
+            for member in tar:
+                if not member.isreg() or member.name not in wanted:
+                    continue
+                if member.size > _MAX_MEMBER:
+                    raise DataError(
+                        f"{path} member {member.name} declares {member.size:,} bytes, limit {_MAX_MEMBER:,}"
+                    )
+                handle = tar.extractfile(member)
+                data = b"" if handle is None else handle.read()
+                if len(data) != member.size:
+                    raise DataError(f"{path} is truncated inside {member.name}")
+                found[wanted[member.name]] = data
+                if len(found) == len(wanted):
+                    break
+    except DataError:
+        raise
+    except (tarfile.TarError, EOFError, OSError, zlib.error, ValueError) as error:
+        raise DataError(f"{path} is damaged: {first_line(error)}") from None
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise DataError(f"{path} has no regular file {folder}/{missing[0]}")
+    return found
+
+
+class _Bounded:
+    """A stream that refuses to unpack to more than a limit."""
+
+    def __init__(self, stream: gzip.GzipFile, limit: int, path: Path) -> None:
+        self.stream, self.left, self.limit, self.path = stream, limit, limit, path
+
+    def read(self, size: int) -> bytes:
+        data = self.stream.read(size)
+        self.left -= len(data)
+        if self.left < 0:
+            raise DataError(f"{self.path} unpacks to more than {self.limit:,} bytes: not the published archive")
+        return data
+
+
+class _Array:
+    """Stand-in for numpy.ndarray while unpickling: keeps the state, becomes an array only in `uint8`."""
+
+    def __init__(self) -> None:
+        self.state: Any = ()
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def uint8(self) -> np.ndarray:
+        """The array, from (version, shape, dtype, fortran order, bytes)."""
+        _, shape, dtype, fortran, raw = self.state
+        if not isinstance(dtype, _DType) or dtype.code not in ("u1", "uint8") or fortran or not isinstance(raw, bytes):
+            raise ValueError("'data' is not a plain uint8 array")
+        return np.frombuffer(raw, dtype=np.uint8).reshape(shape)
+
+
+class _DType:
+    """Stand-in for numpy.dtype: keeps the type code."""
+
+    def __init__(self, code: bytes | str = "", *ignored: Any) -> None:
+        self.code = code.decode("latin-1") if isinstance(code, bytes) else str(code)
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def _latin1(text: str, encoding: str) -> bytes:
+    """What Python 3 writes for bytes in protocol 2: _codecs.encode(text, 'latin1')."""
+    if encoding not in ("latin1", b"latin1"):
+        raise pickle.UnpicklingError(f"encoding {encoding!r}")
+    return text.encode("latin-1")
+
+
+class _Stand:
+    """A callable a pickle may name. It can be called and nothing else: a pickle that sets its attributes is refused."""
+
+    __slots__ = ("make",)
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self.make = make
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.make(*arguments)
+
+    def __setstate__(self, state: Any) -> None:
+        raise pickle.UnpicklingError("state for a function")
+
+
+_GLOBALS: dict[tuple[str, str], _Stand] = {
+    ("numpy.core.multiarray", "_reconstruct"): _Stand(lambda *ignored: _Array()),
+    ("numpy._core.multiarray", "_reconstruct"): _Stand(lambda *ignored: _Array()),
+    ("numpy", "ndarray"): _Stand(lambda *ignored: _Array()),
+    ("numpy", "dtype"): _Stand(_DType),
+    ("_codecs", "encode"): _Stand(_latin1),
+}
+_OPCODES = {
+    "PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT", "BININT1", "BININT2", "LONG",
+    "LONG1", "STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINBYTES",
+    "SHORT_BINBYTES", "EMPTY_LIST", "LIST", "APPEND", "APPENDS", "EMPTY_DICT", "DICT", "SETITEM", "SETITEMS",
+    "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "GET", "BINGET", "LONG_BINGET", "PUT", "BINPUT",
+    "LONG_BINPUT", "MEMOIZE", "GLOBAL", "STACK_GLOBAL", "REDUCE", "BUILD", "POP",
+}  # fmt: skip
+
+
+class _Restricted(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return _GLOBALS[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(f"{module}.{name}") from None
+
+
+def safe_unpickle(data: bytes, where: str | os.PathLike[str] = "pickle") -> Any:
+    """The dicts, lists, strings, numbers and arrays in a pickle; anything else in it is a DataError and has no effect.
+
+    Arrays come back as records that only `_rows` turns into NumPy arrays.
+
+    >>> safe_unpickle(pickle.dumps({"labels": [3, 1]}))
+    {'labels': [3, 1]}
+    """
+    try:
+        # Before anything is built: only opcodes that cannot run code, and no memo index or length beyond the data,
+        # because the unpickler allocates what these declare.
+        for opcode, argument, _ in pickletools.genops(data):
+            if opcode.name not in _OPCODES:
+                raise pickle.UnpicklingError(f"opcode {opcode.name}")
+            if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and not 0 <= int(argument or 0) <= len(data):
+                raise pickle.UnpicklingError("memo index beyond the data")
+            if opcode.name == "GLOBAL" and tuple(str(argument).split(" ", 1)) not in _GLOBALS:
+                raise pickle.UnpicklingError(str(argument).replace(" ", "."))
+        return _Restricted(io.BytesIO(data), encoding="bytes").load()
+    except pickle.UnpicklingError as error:
+        reason = first_line(error)
+        raise DataError(
+            f"{where} is refused: it may hold arrays, strings, numbers and lists alone, not {reason}"
+        ) from None
+    except Exception as error:  # damaged pickles end in almost any exception
+        raise DataError(f"{where} is damaged: {type(error).__name__} while reading the pickle") from None
+
+
+def _entry(content: Any, key: str, where: Path) -> Any:
+    if not isinstance(content, dict):
+        raise DataError(f"{where} is damaged: expected a dictionary, got {type(content).__name__}")
+    for spelling in (key.encode(), key):  # written by Python 2, by Python 3
+        if spelling in content:
+            return content[spelling]
+    raise DataError(f"{where} is damaged: it has no entry {key!r}")
+
+
+def _names(content: Any, key: str, where: Path) -> tuple[str, ...]:
+    names = _entry(content, key, where)
+    if not isinstance(names, list) or not names or not all(isinstance(n, (bytes, str)) for n in names):
+        raise DataError(f"{where} is damaged: {key!r} must be a list of names")
+    return tuple(n.decode("utf-8", "replace") if isinstance(n, bytes) else n for n in names)
+
+
+def _rows(content: Any, label_key: str, num_classes: int, where: Path) -> tuple[Tensor, Tensor]:
+    """uint8 (N, 3, 32, 32) and int64 (N,) of one file."""
+    data, labels = _entry(content, "data", where), _entry(content, label_key, where)
+    try:
+        if not isinstance(data, _Array):
+            raise ValueError("'data' is no array")
+        x = data.uint8()
+        if x.ndim != 2 or x.shape[1] != 3072:
+            raise ValueError(f"'data' has the shape {x.shape}, expected (N, 3072)")
+        if not isinstance(labels, list) or not all(type(v) is int and 0 <= v < num_classes for v in labels):
+            raise ValueError(f"{label_key!r} must be a list of integers from 0 to {num_classes - 1}")
+        if len(labels) != len(x):
+            raise ValueError(f"{len(x)} images but {len(labels)} labels")
+    except (ValueError, TypeError, AttributeError) as error:
+        raise DataError(f"{where} is damaged: {error}") from None
+    # rows are 1024 red, 1024 green, 1024 blue bytes
+    return torch.from_numpy(x.reshape(-1, 3, 32, 32).copy()), torch.tensor(labels, dtype=torch.int64)

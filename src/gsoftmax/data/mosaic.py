@@ -1,0 +1,82 @@
+"""`mosaic(DATASET)`: a multi-label task made of real images, from any single-label set of small images."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .augment import Augment
+from .core import DataError, Dataset, DatasetInfo, Split, within_limit
+from .seeded import mix, shuffled
+
+MOSAIC = DatasetInfo(
+    name="mosaic(DATASET)",
+    size="as many mosaics as DATASET has images; labels are DATASET's classes",
+    source="made from DATASET: any single-label set of small images (digits-mosaic is mosaic(digits))",
+    layout="mosaic(cifar10), mosaic(folder:PATH)?grid=3x2&train=5000&test=1000&seed=1;\n"
+    "grid is rows x columns (2x2), train, val and test the numbers of mosaics, seed chooses the images",
+)
+
+
+def tiles(n: int, count: int, cells: int, seed: int) -> np.ndarray:
+    """Which of n images goes where, (count, cells): every image is used equally often, to within one.
+
+    >>> np.bincount(tiles(6, 3, 4, seed=0).ravel(), minlength=6).tolist()
+    [2, 2, 2, 2, 2, 2]
+    """
+    rounds = -(-count * cells // n)
+    return np.concatenate([shuffled(n, mix(seed, r)) for r in range(rounds)])[: count * cells].reshape(count, cells)
+
+
+def mosaic_split(split: Split, rows: int, cols: int, count: int, num_classes: int, seed: int) -> Split:
+    """Grids of images: x uint8 (count, C, rows·H, cols·W), y uint8 (count, classes), 1 for each class in the grid."""
+    if not isinstance(split.x, Tensor) or split.x.ndim != 4 or split.y.ndim != 1:
+        raise DataError(
+            "mosaic needs single-label images in memory: small, and all of one size (or load them with image_size=32)"
+        )
+    n, c, h, w = split.x.shape
+    within_limit(count * c * rows * h * cols * w, "the mosaic")
+    chosen = torch.from_numpy(tiles(n, count, rows * cols, seed))
+    x = torch.empty(count, c, rows, h, cols, w, dtype=torch.uint8)
+    for cell in range(rows * cols):
+        x[:, :, cell // cols, :, cell % cols] = split.x[chosen[:, cell]]
+    y = torch.zeros(count, num_classes, dtype=torch.uint8)
+    y.scatter_(1, split.y[chosen], 1)
+    return Split(x.view(count, c, rows * h, cols * w), y)
+
+
+def make_mosaic(
+    data: Dataset, *, grid: tuple[int, int] = (2, 2), seed: int = 0, counts: dict[str, int] | None = None
+) -> Dataset:
+    """The multi-label twin of a single-label image set; each split's mosaics come from that split's images alone."""
+    rows, cols = grid
+    if not (1 <= rows <= 16 and 1 <= cols <= 16 and rows * cols > 1):
+        raise DataError(f"mosaic grid must be rows x columns, up to 16 each and more than one cell, got {rows}x{cols}")
+    if data.multilabel or data.kind != "images":
+        what = "multi-label" if data.multilabel else {"table": "a table", "files": "large image files"}[data.kind]
+        raise DataError(f"mosaic({data.name}) needs a single-label set of small images, and this is {what}")
+    splits = {}
+    for tag, part in enumerate(("train", "test", "val")):
+        split: Split | None = getattr(data, part)
+        if split is None:
+            continue
+        count = (counts or {}).get(part, len(split))
+        if count < 1:
+            raise DataError(f"mosaic {part} must be at least 1 mosaic, got {count}")
+        splits[part] = mosaic_split(split, rows, cols, count, data.num_classes, mix(seed, tag))
+    smoke = data.name.endswith(" (smoke)")
+    name = data.name.removesuffix(" (smoke)")
+    name = "digits-mosaic" if name == "digits" else f"mosaic({name})"
+    return replace(
+        data,
+        name=name + " (smoke)" * smoke,
+        multilabel=True,
+        train=splits["train"],
+        test=splits["test"],
+        val=splits.get("val"),
+        augment=Augment(),
+        notes=(*data.notes, f"{rows}x{cols} mosaics, seed {seed}"),
+    )

@@ -1,0 +1,960 @@
+"""Loaders: every dataset from small files in its real format, and the seeded choices made on the training rows."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import pickle
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gsoftmax import data
+from gsoftmax.data import coco, images, mosaic, smoke, tables
+from gsoftmax.data.core import long_tail, noisy, statistics, take
+from gsoftmax.data.seeded import mix, shuffled, uniform
+
+PIL = pytest.importorskip("PIL.Image")
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """A folder with the smoke files of every dataset, and the specs that load them."""
+    root = tmp_path_factory.mktemp("room")
+    return root, {name: data.write_smoke(name, root) for name in data.SMOKE_NAMES}
+
+
+# seeded choices
+
+
+def test_hashes_never_change():
+    # written down once: results must be repeatable with any later version of NumPy or PyTorch
+    assert mix(0) == 0xE220A8397B1DCDAF >> 1  # splitmix64's published first output for the seed 0
+    assert mix(1, 2, 3) == 7510213797696614745
+    assert shuffled(10, 0).tolist() == [5, 9, 7, 6, 8, 0, 4, 1, 2, 3]
+    assert uniform(2, 1).tolist() == [0.6040409783634627, 0.8848007990983615]
+
+
+def test_hashes_are_uniform():
+    from scipy import stats
+
+    u = uniform(20000, seed=5)
+    assert stats.kstest(u, "uniform").pvalue > 1e-3
+    first = [int(shuffled(8, s)[0]) for s in range(4000)]
+    assert stats.chisquare(np.bincount(first, minlength=8)).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.1, 0.25, 0.5, 0.9])
+def test_take_is_stratified_and_a_partition(fraction):
+    y = torch.tensor([0] * 50 + [1] * 31 + [2] * 7)[torch.from_numpy(shuffled(88, 1))]
+    taken, left = take(y, fraction, seed=3)
+    assert sorted([*taken, *left]) == list(range(88))
+    assert len(taken) == round(fraction * 88)
+    for c in range(3):
+        share = fraction * int((y == c).sum())
+        assert abs(int((y[taken] == c).sum()) - share) < 1
+    again, _ = take(y, fraction, seed=3)
+    other, _ = take(y, fraction, seed=4)
+    assert (again == taken).all()
+    assert len(other) == len(taken) and not np.array_equal(other, taken)
+
+
+def test_take_leaves_a_row_of_every_class():
+    y = torch.tensor([0, 0, 1, 2, 2, 2])
+    _, left = take(y, 0.99, seed=0, keep=1)
+    assert set(y[left].tolist()) == {0, 1, 2}
+
+
+def test_noise_is_exact_and_spares_the_right_label():
+    y = torch.arange(10).repeat(100)
+    out = noisy(y, 0.3, 10, seed=2)
+    wrong = out != y
+    assert int(wrong.sum()) == 300
+    assert out.min() >= 0 and out.max() <= 9
+    step = (out - y)[wrong] % 10
+    counts = torch.bincount(step, minlength=10)
+    assert counts[0] == 0 and counts[1:].min() > 10  # every other class occurs
+    assert torch.equal(noisy(y, 0.3, 10, seed=2), out)
+
+
+def test_long_tail_follows_the_profile():
+    y = torch.arange(5).repeat_interleave(200)
+    counts = torch.bincount(y[long_tail(y, 16.0, seed=0)])
+    assert counts.tolist() == [200, 100, 50, 25, 12]
+
+
+def test_statistics_against_numpy():
+    x = torch.from_numpy((uniform(500 * 3 * 4 * 4, 1) * 256).astype(np.uint8)).view(500, 3, 4, 4)
+    mean, std = statistics(x)
+    np.testing.assert_allclose(mean, x.numpy().mean((0, 2, 3)) / 255, rtol=1e-6)
+    np.testing.assert_allclose(std, x.numpy().std((0, 2, 3)) / 255, rtol=1e-6)
+    table = torch.tensor([[1.0, 5.0], [3.0, 5.0]])
+    assert [s.tolist() for s in statistics(table)] == [[2.0, 5.0], [1.0, 1.0]]
+
+
+# digits
+
+
+def test_digits_are_scikit_learns():
+    from sklearn.datasets import load_digits
+
+    raw = load_digits()
+    digits = data.load("digits")
+    assert (len(digits.train), len(digits.test), digits.num_classes, digits.input_shape) == (1297, 500, 10, (1, 8, 8))
+    rows = {tuple(r): int(y) for r, y in zip(raw.data.astype(int).tolist(), raw.target, strict=True)}
+    seen = []
+    for split in (digits.train, digits.test):
+        levels = torch.round(split.x.float() * 16 / 255).int().view(-1, 64).tolist()
+        assert all(rows[tuple(r)] == y for r, y in zip(levels, split.y.tolist(), strict=True))
+        seen += [tuple(r) for r in levels]
+    assert sorted(seen) == sorted(tuple(r) for r in raw.data.astype(int).tolist())  # each once, nothing lost
+    counts = torch.bincount(digits.test.y)
+    assert counts.min() >= 48 and counts.max() <= 51
+
+
+def test_digits_without_the_table(monkeypatch):
+    from gsoftmax.data import bundled
+
+    expected = data.load("digits").fingerprint()
+    monkeypatch.setattr(bundled.Path, "is_file", lambda self: False)
+    assert data.load("digits").fingerprint() == expected
+
+
+def test_digits_without_scikit_learn(monkeypatch):
+    from gsoftmax.data import bundled
+
+    monkeypatch.setattr(bundled.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(data.DataError, match="digits comes with scikit-learn, which is not installed"):
+        data.load("digits")
+
+
+# load and its options
+
+
+def test_validation_split_is_disjoint_stratified_and_leaves_the_test_alone():
+    plain = data.load("digits")
+    split = data.load("digits", val_fraction=0.2, split_seed=1)
+    assert (len(split.train), len(split.val)) == (1038, 259)
+    assert torch.equal(split.test.x, plain.test.x)
+    rows = [r.numpy().tobytes() for part in (split.train, split.val) for r in part.x]
+    assert sorted(rows) == sorted(r.numpy().tobytes() for r in plain.train.x)
+    share = torch.bincount(split.val.y) / torch.bincount(plain.train.y)
+    assert share.min() > 0.18 and share.max() < 0.22
+    other = data.load("digits", val_fraction=0.2, split_seed=2)
+    assert other.fingerprint() != split.fingerprint()
+    assert data.load("digits", val_fraction=0.2, split_seed=1).fingerprint() == split.fingerprint()
+
+
+def test_subset_imbalance_and_noise_touch_training_rows_only():
+    clean = data.load("digits", val_fraction=0.1)
+    rough = data.load("digits", val_fraction=0.1, train_fraction=0.5, imbalance=4.0, label_noise=0.25)
+    assert torch.equal(rough.val.x, clean.val.x) and torch.equal(rough.val.y, clean.val.y)
+    assert torch.equal(rough.test.y, clean.test.y)
+    assert len(rough.train) < 0.5 * len(clean.train)
+    assert len(rough.notes) == 3
+    truth = {r.numpy().tobytes(): int(y) for r, y in zip(clean.train.x, clean.train.y, strict=True)}
+    labels = torch.tensor([truth[r.numpy().tobytes()] for r in rough.train.x])
+    assert int((labels != rough.train.y).sum()) == round(0.25 * len(rough.train))
+    counts = torch.bincount(labels)
+    assert counts[0] > 3.5 * counts[9]
+
+
+def test_statistics_are_of_the_final_training_split():
+    part = data.load("digits", train_fraction=0.3)
+    np.testing.assert_allclose(part.mean, part.train.x.double().mean() / 255, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"val_fraction": 1.0}, "val_fraction must be at least 0 and below 1, got 1.0"),
+        ({"val_fraction": -0.1}, "val_fraction must be at least 0 and below 1, got -0.1"),
+        ({"val_fraction": 1e-6}, "val_fraction=1e-06 would leave 1297 training and 0 validation rows of digits"),
+        ({"train_fraction": 0.0}, "train_fraction must be above 0 and at most 1, got 0.0"),
+        ({"train_fraction": float("nan")}, "train_fraction must be above 0 and at most 1, got nan"),
+        ({"train_fraction": 0.001}, "train_fraction=0.001 keeps 1 rows of digits, none of class"),
+        ({"label_noise": 2}, "label_noise must be at least 0 and at most 1, got 2"),
+        ({"imbalance": 0.5}, "imbalance must be at least 1, got 0.5"),
+        ({"image_size": 0}, "image_size must be a whole number from 1 to 4096, got 0"),
+        ({"image_size": 8.0}, "image_size must be a whole number from 1 to 4096, got 8.0"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError) as caught:
+        data.load("digits", **options)
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("cifar", "unknown dataset 'cifar': did you mean cifar10?"),
+        ("", "unknown dataset ''"),
+        ("digits?grid=2", "digits?grid=2: unknown option 'grid', accepted here: none"),
+        ("folder:", "folder:: a path must follow, as in folder:PATH"),
+        ("npz:", "npz:: a path must follow"),
+        ("digits-mosaic?grid=1x1", "mosaic grid must be rows x columns, up to 16 each and more than one cell, got 1x1"),
+        ("digits-mosaic?grid=a", "digits-mosaic?grid=a: option grid cannot be 'a'"),
+        ("digits-mosaic?test=0", "mosaic test must be at least 1 mosaic, got 0"),
+        ("mosaic(mosaic(digits))", "mosaic(mosaic(digits)): a mosaic of mosaics is not supported"),
+        ("mosaic(nothing)", "unknown dataset 'nothing'"),
+        ("mosaic()", "mosaic(): a dataset must stand in the parentheses"),
+    ],
+)
+def test_bad_specs(spec, message):
+    with pytest.raises(data.DataError) as caught:
+        data.load(spec)
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+def test_a_bare_folder_gets_a_hint(tmp_path):
+    with pytest.raises(data.DataError, match="did you mean folder:"):
+        data.load(str(tmp_path))
+
+
+def test_single_label_options_on_multilabel_data(room):
+    for option in ({"label_noise": 0.1}, {"imbalance": 2.0}):
+        with pytest.raises(ValueError, match="is for single-label data, and arff:smoke .* is multi-label"):
+            data.load(room[1]["arff"], **option)
+
+
+def test_image_size_shrinks_once_and_grows_in_batches(room):
+    small = data.load("digits", image_size=4)
+    assert small.train.x.shape[1:] == (1, 4, 4) and small.input_shape == (1, 4, 4)
+    large = data.load("digits", image_size=16)
+    assert large.train.x.shape[1:] == (1, 8, 8) and large.input_shape == (1, 16, 16)
+    x, _ = next(data.eval_batches(large, "test", 2))
+    assert x.shape == (2, 1, 16, 16)
+    with pytest.raises(ValueError, match="image_size is for images"):
+        data.load(room[1]["arff"], image_size=8)
+
+
+def test_fingerprint_sees_every_part():
+    digits = data.load("digits")
+    x = digits.test.x.clone()
+    x[7, 0, 3, 3] ^= 1
+    from dataclasses import replace
+
+    assert replace(digits, test=data.Split(x, digits.test.y)).fingerprint() != digits.fingerprint()
+    assert replace(digits, classes=tuple("abcdefghij")).fingerprint() != digits.fingerprint()
+
+
+def test_describe_has_every_family():
+    names = {info.name for info in data.describe()}
+    assert names >= {"digits", "cifar10", "cifar100", "tiny-imagenet", "coco", "nuswide", "folder:PATH", "arff:PATH"}
+    assert all(info.size and info.source and info.layout for info in data.describe())
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100", "tiny-imagenet", "coco", "nuswide"])
+def test_a_missing_dataset_says_what_to_put_where(name, tmp_path):
+    with pytest.raises(data.DataError) as caught:
+        data.load(name, tmp_path / "nowhere")
+    first, *rest = str(caught.value).splitlines()
+    assert first.startswith(f"{name} not found under {tmp_path / 'nowhere'}: expected")
+    assert "get it from: http" in rest[0] or "get it from: images: http" in rest[0]
+    assert "layout:" in rest[1]
+
+
+def test_root_comes_from_the_environment(room, monkeypatch):
+    monkeypatch.setenv("GSOFTMAX_DATA", str(room[0]))
+    assert data.load("cifar10").name == "cifar10 (smoke)"
+
+
+# CIFAR
+
+
+@pytest.mark.parametrize(("name", "classes"), [("cifar10", 10), ("cifar100", 100)])
+@pytest.mark.parametrize("archive", [False, True])
+def test_cifar_agrees_with_torchvision(name, classes, archive, tmp_path, monkeypatch):
+    torchvision = pytest.importorskip("torchvision")
+    data.write_smoke(name, tmp_path, archive=archive)
+    ours = data.load(name, tmp_path)
+    assert ours.name == f"{name} (smoke)" and ours.num_classes == classes and ours.input_shape == (3, 32, 32)
+    if archive:
+        import tarfile
+
+        with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as tar:
+            tar.extractall(tmp_path, filter="data")
+    reader = torchvision.datasets.CIFAR10 if name == "cifar10" else torchvision.datasets.CIFAR100
+    monkeypatch.setattr(torchvision.datasets.cifar, "check_integrity", lambda path, md5: True)
+    for train, split in ((True, ours.train), (False, ours.test)):
+        theirs = reader(str(tmp_path), train=train)
+        assert np.array_equal(split.x.permute(0, 2, 3, 1).numpy(), theirs.data)
+        assert split.y.tolist() == list(theirs.targets)
+    assert list(ours.classes) == theirs.classes
+
+
+def test_cifar_checksums_are_demanded_without_the_marker(tmp_path):
+    data.write_smoke("cifar10", tmp_path)
+    (tmp_path / "cifar-10-batches-py" / "SMOKE").unlink()
+    with pytest.raises(data.DataError, match="data_batch_1 is damaged or not the published file: MD5"):
+        data.load("cifar10", tmp_path)
+    assert data.load("cifar10", tmp_path, check=False).name == "cifar10"
+
+
+def test_cifar_written_by_python_3_is_read_too(tmp_path):
+    data.write_smoke("cifar10", tmp_path)
+    expected = data.load("cifar10", tmp_path).fingerprint()
+    folder = tmp_path / "cifar-10-batches-py"
+    for protocol in (2, 4, 5):
+        for file in folder.iterdir():
+            if file.name == "SMOKE":
+                continue
+            content = pickle.loads(file.read_bytes(), encoding="bytes")
+            file.write_bytes(pickle.dumps({k.decode(): v for k, v in content.items()}, protocol=protocol))
+        try:
+            assert data.load("cifar10", tmp_path).fingerprint() == expected
+        except data.DataError as error:  # protocol 5 keeps arrays in another way, and is refused by name
+            assert protocol == 5 and "refused" in str(error)
+        data.write_smoke("cifar10", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: {**d, b"labels": d[b"labels"][:-1]}, "40 images but 39 labels"),
+        (lambda d: {**d, b"labels": [10, *d[b"labels"][1:]]}, "'labels' must be a list of integers from 0 to 9"),
+        (lambda d: {**d, b"labels": b"x"}, "'labels' must be a list of integers"),
+        (lambda d: {**d, b"data": d[b"data"][:, :30]}, "'data' has the shape"),
+        (lambda d: {**d, b"data": [1]}, "'data' is no array"),
+        (lambda d: {b"labels": d[b"labels"]}, "it has no entry 'data'"),
+        (lambda d: [1], "expected a dictionary, got list"),
+    ],
+)
+def test_cifar_with_a_damaged_batch(change, message, tmp_path):
+    data.write_smoke("cifar10", tmp_path)
+    file = tmp_path / "cifar-10-batches-py" / "data_batch_3"
+    content = pickle.loads(file.read_bytes(), encoding="bytes")
+    file.write_bytes(smoke.python2_pickle(change(content)))
+    with pytest.raises(data.DataError) as caught:
+        data.load("cifar10", tmp_path)
+    assert str(caught.value).startswith(f"{file} is damaged: ") and message in str(caught.value)
+
+
+def test_cifar_with_a_missing_batch(tmp_path):
+    data.write_smoke("cifar10", tmp_path)
+    (tmp_path / "cifar-10-batches-py" / "data_batch_3").unlink()
+    with pytest.raises(data.DataError, match="data_batch_3 cannot be read: No such file"):
+        data.load("cifar10", tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, 10, 1000, -200])
+def test_truncated_cifar_archive(keep, tmp_path):
+    data.write_smoke("cifar10", tmp_path, archive=True)
+    file = tmp_path / "cifar-10-python.tar.gz"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(data.DataError, match="cifar-10-python.tar.gz (is damaged|has no regular file|is truncated)"):
+        data.load("cifar10", tmp_path)
+
+
+# folders
+
+
+def test_folder_in_memory_matches_pillow(room):
+    root, specs = room
+    tree = data.load(specs["folder"])
+    assert tree.kind == "images" and tree.classes == ("blue", "green", "red") and tree.name.endswith("(smoke)")
+    for part, split in (("train", tree.train), ("test", tree.test)):
+        files = sorted((root / "folder" / part).glob("*/*.jpg"))
+        assert len(files) == len(split)
+        for file, x, y in zip(files, split.x, split.y, strict=True):
+            assert np.array_equal(np.asarray(PIL.open(file)), x.permute(1, 2, 0).numpy())
+            assert tree.classes[y] == file.parent.name
+
+
+def _write_tree(base: Path, sizes: dict[str, tuple[int, int]], parts=("train", "test"), mode="RGB", count=3) -> None:
+    for part in parts:
+        for c, (name, (w, h)) in enumerate(sizes.items()):
+            for i in range(count):
+                file = base / part / name / f"{i}.png"
+                file.parent.mkdir(parents=True, exist_ok=True)
+                pixels = smoke.pattern(c, 3, (h, w), mix(len(part), c, i))
+                PIL.fromarray(pixels).convert(mode).save(file)
+
+
+def test_large_or_mixed_images_stay_files(tmp_path):
+    _write_tree(tmp_path / "mixed", {"a": (20, 20), "b": (24, 20)})
+    mixed = data.load(f"folder:{tmp_path / 'mixed'}")
+    assert mixed.kind == "files" and mixed.input_shape == (3, 224, 224) and mixed.mean.shape == (3,)
+    brought = data.load(f"folder:{tmp_path / 'mixed'}", image_size=16)
+    assert brought.kind == "images" and brought.train.x.shape == (6, 3, 16, 16)
+    _write_tree(tmp_path / "large", {"a": (80, 70), "b": (80, 70)})
+    large = data.load(f"folder:{tmp_path / 'large'}", image_size=96)
+    assert large.kind == "files" and large.input_shape == (3, 96, 96)
+    assert data.load(f"folder:{tmp_path / 'large'}", image_size=32).kind == "images"
+
+
+def test_too_many_small_images_stay_files(tmp_path, monkeypatch):
+    _write_tree(tmp_path, {"a": (20, 20), "b": (20, 20)})
+    monkeypatch.setattr(images, "SMALL_BYTES", 1000)
+    assert data.load(f"folder:{tmp_path}").kind == "files"
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_many_files_are_read_by_several_processes(room, monkeypatch, lost):
+    expected = data.load(room[1]["folder"]).fingerprint()
+    monkeypatch.setattr(images, "_CHUNK", 2)
+    monkeypatch.setattr(images, "cores", lambda: 3)
+    calls = []
+    spread = images._in_processes
+    monkeypatch.setattr(images, "_in_processes", lambda fill, shares: calls.append(len(shares)) or spread(fill, shares))
+    if lost:  # processes that die without a word: the work is done all the same
+        parent = os.getpid()
+        decode = images.decode
+        monkeypatch.setattr(images, "decode", lambda *a: decode(*a) if os.getpid() == parent else os._exit(1))
+    assert data.load(room[1]["folder"]).fingerprint() == expected
+    assert calls == ([3] if sys.platform == "linux" else [])
+
+
+def test_problems_in_several_processes(tmp_path, monkeypatch):
+    monkeypatch.setattr(images, "_CHUNK", 1)
+    monkeypatch.setattr(images, "cores", lambda: 2)
+    _write_tree(tmp_path, {"a": (20, 20), "b": (20, 20)}, count=6)
+    other = tmp_path / "test" / "b" / "5.png"
+    PIL.new("RGB", (20, 24)).save(other)
+    assert data.load(f"folder:{tmp_path}").kind == "files"
+    other.write_bytes(b"nothing")
+    with pytest.raises(data.DataError, match="5.png is not a readable image: not a known image format"):
+        data.load(f"folder:{tmp_path}")
+
+
+def test_grey_images_have_one_channel(tmp_path):
+    _write_tree(tmp_path, {"a": (20, 20), "b": (20, 20)}, mode="L")
+    grey = data.load(f"folder:{tmp_path}")
+    assert grey.input_shape == (1, 20, 20) and not grey.augment.flip
+    file = tmp_path / "test" / "a" / "0.png"
+    PIL.fromarray(smoke.pattern(1, 3, (20, 20), 0)).save(file)  # one image in colour
+    assert data.load(f"folder:{tmp_path}").input_shape == (3, 20, 20)
+
+
+def test_folder_val_and_missing_test(tmp_path):
+    _write_tree(tmp_path, {"a": (20, 20), "b": (20, 20)}, parts=("train", "val"))
+    assert data.load(f"folder:{tmp_path}").val is None  # val is the test set where there is no other
+    _write_tree(tmp_path, {"a": (20, 20), "b": (20, 20)}, parts=("test",))
+    assert len(data.load(f"folder:{tmp_path}").val) == 6
+
+
+def test_folder_without_parts_is_split(tmp_path):
+    _write_tree(tmp_path, {"a": (20, 20), "b": (20, 20)}, parts=("",), count=10)
+    with pytest.raises(data.DataError, match="has no images in train/<class>/"):
+        data.load(f"folder:{tmp_path}")
+    split = data.load(f"folder:{tmp_path}?test=0.3")
+    assert torch.bincount(split.train.y).tolist() == [7, 7] and torch.bincount(split.test.y).tolist() == [3, 3]
+    for bad in ("0", "1", "1.5", "x"):
+        with pytest.raises(data.DataError):
+            data.load(f"folder:{tmp_path}?test={bad}")
+
+
+def test_folder_mistakes(tmp_path):
+    with pytest.raises(data.DataError, match="not found: expected a folder there"):
+        data.load(f"folder:{tmp_path / 'nowhere'}")
+    _write_tree(tmp_path, {"a": (20, 20)})
+    with pytest.raises(data.DataError, match="must have at least 2 classes, got 1: a"):
+        data.load(f"folder:{tmp_path}")
+    _write_tree(tmp_path, {"b": (20, 20)})
+    _write_tree(tmp_path, {"stranger": (20, 20)}, parts=("test",))
+    with pytest.raises(data.DataError, match="class 'stranger' is not among the 2 classes of the training split"):
+        data.load(f"folder:{tmp_path}")
+
+
+@pytest.mark.parametrize("content", [b"", b"no image", b"\xff\xd8\xff\xe0" + b"\0" * 50])
+def test_a_damaged_image_is_named(content, tmp_path):
+    _write_tree(tmp_path, {"a": (20, 20), "b": (20, 20)})
+    broken = tmp_path / "test" / "b" / "1.png"
+    broken.write_bytes(content)
+    with pytest.raises(data.DataError) as caught:
+        data.load(f"folder:{tmp_path}")
+    assert str(caught.value).startswith(f"{broken} is not a readable image: ") and "\n" not in str(caught.value)
+
+
+def test_a_truncated_image_is_named(tmp_path):
+    _write_tree(tmp_path, {"a": (20, 20), "b": (20, 20)})
+    broken = tmp_path / "train" / "b" / "1.png"
+    broken.write_bytes(broken.read_bytes()[:-60])
+    with pytest.raises(data.DataError, match="1.png is not a readable image: "):
+        data.load(f"folder:{tmp_path}")
+
+
+def test_tiny_imagenet(room):
+    root, _ = room
+    tiny = data.load("tiny-imagenet", root)
+    assert tiny.summary() == "tiny-imagenet (smoke): 40 train, 15 test, 5 classes, 3x64x64 images"
+    assert tiny.classes[2] == "stripes 2"
+    folder = root / "tiny-imagenet-200"
+    lines = (folder / "val" / "val_annotations.txt").read_text().splitlines()
+    wnids = (folder / "wnids.txt").read_text().split()
+    for line, x, y in zip(lines, tiny.test.x, tiny.test.y, strict=True):
+        name, wnid = line.split()[:2]
+        assert wnids[y] == wnid
+        assert np.array_equal(np.asarray(PIL.open(folder / "val" / "images" / name)), x.permute(1, 2, 0).numpy())
+
+
+def test_tiny_imagenet_demands_the_published_counts(tmp_path):
+    data.write_smoke("tiny-imagenet", tmp_path)
+    (tmp_path / "tiny-imagenet-200" / "SMOKE").unlink()
+    with pytest.raises(data.DataError, match="is incomplete: expected 200 classes, .* got 5, 40, 15"):
+        data.load("tiny-imagenet", tmp_path)
+    assert len(data.load("tiny-imagenet", tmp_path, check=False).train) == 40
+
+
+# COCO
+
+
+def _coco_truth(folder: Path, part: str) -> dict[str, set[str]]:
+    """{file: category names} straight from the annotations, by another way than the loader's."""
+    content = json.loads((folder / "annotations" / f"instances_{part}.json").read_text())
+    names = {c["id"]: c["name"] for c in content["categories"]}
+    files = {i["id"]: i["file_name"] for i in content["images"]}
+    truth: dict[str, set[str]] = {}
+    for a in content["annotations"]:
+        truth.setdefault(files[a["image_id"]], set()).add(names[a["category_id"]])
+    return truth
+
+
+def test_coco_labels(room):
+    root, _ = room
+    loaded = data.load("coco", root, image_size=64)
+    assert loaded.num_classes == 80 and loaded.multilabel and loaded.kind == "files"
+    assert loaded.classes[11] == "pattern 13"  # ids have gaps: 12 is not used
+    for part, split in (("train2014", loaded.train), ("val2014", loaded.test)):
+        truth = _coco_truth(root / "coco", part)
+        assert len(truth) == len(split)
+        for path, y in zip(split.x, split.y, strict=True):
+            assert {loaded.classes[i] for i in y.nonzero()[:, 0]} == truth[Path(path).name]
+            assert Path(path).parent.name == part
+
+
+def test_coco_demands_the_published_counts(tmp_path):
+    data.write_smoke("coco", tmp_path)
+    (tmp_path / "coco" / "SMOKE").unlink()
+    with pytest.raises(data.DataError, match="expected 82,783 images, 82,081 with a label, got 24 and 21"):
+        data.load("coco", tmp_path)
+    assert len(data.load("coco", tmp_path, check=False).train) == 21
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 64, 10**6])
+def test_coco_reader_does_not_depend_on_the_chunk(chunk, monkeypatch, tmp_path):
+    content = {
+        "info": 12,
+        "x": None,
+        "licenses": [],
+        "a": [1, {"b": [1, "}]"]}, 'é\\"'],
+        "n": {"m": [1]},
+        "z": [[], 2.5e3],
+    }
+    expected = [(k, i) for k, v in content.items() if isinstance(v, list) for i in v]
+    monkeypatch.setattr(coco, "_CHUNK", chunk)
+    for text in (json.dumps(content), json.dumps(content, indent=2, ensure_ascii=False), "{}"):
+        file = tmp_path / "x.json"
+        file.write_text(text, encoding="utf-8")
+        with open(file, encoding="utf-8") as stream:
+            assert list(coco._items(stream)) == (expected if len(text) > 2 else [])
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda s: s[:-40], "the file ends too early"),
+        (lambda s: s[: len(s) // 2], "the file ends too early"),
+        (lambda s: "", "the file ends too early"),
+        (lambda s: "[1, 2]", "expected {, got '['"),
+        (lambda s: s.replace('"image_id"', '"image"', 1), "an item without 'image_id'"),
+        (lambda s: s.replace('"category_id": ', '"category_id": 1000'), "and one is not listed"),
+        (lambda s: s.replace('"image_id": ', '"image_id": 1.5, "z": '), "expected an integer id, got '1.5'"),
+        (lambda s: s.replace('"COCO_train2014', '"../COCO_train2014'), "which is not a plain file name"),
+        (lambda s: s.replace('"images"', '"pictures"'), "lists 0 images and 80 categories"),
+        (lambda s: s.replace('"annotations"', '"others"'), "labels no image"),
+        (lambda s: '{"a": [' + "[" * 100000, "is damaged"),
+    ],
+)
+def test_damaged_coco_annotations(edit, message, tmp_path):
+    data.write_smoke("coco", tmp_path)
+    file = tmp_path / "coco" / "annotations" / "instances_train2014.json"
+    file.write_text(edit(file.read_text()))
+    with pytest.raises(data.DataError) as caught:
+        data.load("coco", tmp_path)
+    assert str(caught.value).startswith(str(file)) and message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_coco_with_missing_images(tmp_path):
+    data.write_smoke("coco", tmp_path)
+    victim = sorted((tmp_path / "coco" / "train2014").iterdir())[0]
+    victim.unlink()
+    with pytest.raises(data.DataError, match=f"train2014 lacks 1 of 21 images, {victim.name} first"):
+        data.load("coco", tmp_path)
+
+
+# NUS-WIDE
+
+
+def test_nuswide(room):
+    root, _ = room
+    loaded = data.load("nuswide", root)
+    assert loaded.summary() == "nuswide (smoke): 21 train, 11 test, 81 labels, 3x224x224 image files"
+    clean = root / "nuswide" / "clean"
+    lines = (clean / "nus_wide_train_imglist.txt").read_text().splitlines()
+    rows = np.loadtxt(clean / "nus_wide_train_label.txt", dtype=int)
+    kept = [i for i, line in enumerate(lines) if line.split()[1] != "0"]
+    assert np.array_equal(loaded.train.y.numpy(), rows[kept])
+    for i, path in zip(kept, loaded.train.x, strict=True):
+        assert path.endswith(lines[i].split()[0]) and Path(path).is_file()
+    assert loaded.classes[3] == "concept03"
+
+
+def test_nuswide_mistakes(tmp_path):
+    data.write_smoke("nuswide", tmp_path)
+    clean = tmp_path / "nuswide" / "clean"
+    image = next((tmp_path / "nuswide" / "images").glob("*/0000_0*.jpg"))
+    moved = image.rename(tmp_path / "away.jpg")
+    with pytest.raises(data.DataError, match="lacks 1 of the 21 images in the train list"):
+        data.load("nuswide", tmp_path)
+    partial = data.load("nuswide", tmp_path, check=False)
+    assert len(partial.train) == 20 and "1 of 21 train images are missing" in partial.notes[0]
+    moved.rename(image)
+
+    def expect(file: str, edit, message: str) -> None:
+        original = (clean / file).read_text()
+        (clean / file).write_text(edit(original))
+        with pytest.raises(data.DataError, match=message):
+            data.load("nuswide", tmp_path)
+        (clean / file).write_text(original)
+
+    expect(
+        "nus_wide_train_label.txt", lambda s: s.split("\n", 1)[1], "has 24 lines but nus_wide_train_label.txt has 23"
+    )
+    expect("nus_wide_train_label.txt", lambda s: s.replace("0", "2", 1), "line 1 must be 81 times 0 or 1")
+    expect("nus_wide_test_label.txt", lambda s: s.replace("0 ", "", 1), "line 1 must be 81 times 0 or 1")
+    expect("nus_wide_test_imglist.txt", lambda s: s.replace("images/", "../../", 1), "leads out of the images folder")
+    expect(
+        "nus_wide_test_imglist.txt",
+        lambda s: s.replace(".jpg ", ".jpg many", 1),
+        "lacks 1 of|must have a path and a number",
+    )
+    (tmp_path / "nuswide" / "SMOKE").unlink()
+    assert "the paper names 161,789" in data.load("nuswide", tmp_path).notes[0]
+
+
+# npz
+
+
+def _npz(path: Path, **arrays) -> str:
+    np.savez(path, **arrays)
+    return f"npz:{path}"
+
+
+def test_npz_tables_images_and_names(tmp_path):
+    x, y = np.arange(24.0).reshape(6, 4), np.array([0, 1, 0, 1, 0, 1])
+    base = {"x_train": x, "y_train": y, "x_test": x[:2], "y_test": y[:2]}
+    table = data.load(_npz(tmp_path / "a.npz", **base))
+    assert table.kind == "table" and table.input_shape == (4,) and table.classes == ("0", "1")
+    assert torch.equal(table.train.x, torch.from_numpy(x).float())
+    named = data.load(_npz(tmp_path / "b.npz", **{**base, "names": np.array(["no", "yes", "maybe"])}))
+    assert named.classes == ("no", "yes", "maybe")
+    words = data.load(
+        _npz(tmp_path / "c.npz", **{**base, "y_train": np.array(list("babbab")), "y_test": np.array(list("ba"))})
+    )
+    assert words.classes == ("a", "b") and words.train.y.tolist() == [1, 0, 1, 1, 0, 1]
+    gaps = data.load(_npz(tmp_path / "d.npz", **{**base, "y_train": y * 5 - 1, "y_test": y[:2] * 5 - 1}))
+    assert gaps.classes == ("-1", "4") and gaps.test.y.tolist() == [0, 1]
+    many = data.load(_npz(tmp_path / "e.npz", **{**base, "y_train": np.eye(6, 3), "y_test": np.eye(2, 3)}))
+    assert many.multilabel and many.train.y.dtype == torch.uint8 and many.num_classes == 3
+    pixels = (uniform(6 * 5 * 7 * 3, 0) * 256).astype(np.uint8)
+    shapes = {"nhwc": pixels.reshape(6, 5, 7, 3), "nchw": pixels.reshape(6, 3, 5, 7), "nhw": pixels.reshape(6, 15, 7)}
+    for kind, p in shapes.items():
+        held = data.load(_npz(tmp_path / f"{kind}.npz", **{**base, "x_train": p, "x_test": p[:2]}))
+        expected = {"nhwc": lambda p: p.transpose(0, 3, 1, 2), "nchw": lambda p: p, "nhw": lambda p: p[:, None]}[kind](
+            p
+        )
+        assert held.kind == "images" and np.array_equal(held.train.x.numpy(), expected)
+    split = data.load(_npz(tmp_path / "f.npz", x_train=x, y_train=y) + "?test=0.34")
+    assert (len(split.train), len(split.test)) == (4, 2)
+    held = data.load(_npz(tmp_path / "g.npz", **base, x_val=x[2:4], y_val=y[2:4]), val_fraction=0.5)
+    assert len(held.val) == 2 and len(held.train) == 6  # a validation split that came with the data stays
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x_test": None}, "has no array x_test, only x_train, y_test, y_train"),
+        ({"x_train": np.full((6, 4), np.nan)}, "x_train must be finite, got nan or infinity in row 0"),
+        ({"x_train": np.zeros((6, 4), "<U3")}, "x_train must be numbers"),
+        ({"x_train": np.zeros((6, 4, 4))}, "x_train must be a table (N, D) or uint8 images"),
+        ({"x_train": np.zeros((6, 4, 4, 4), np.uint8)}, "x_train images must have 1 or 3 channels"),
+        ({"x_test": np.zeros((2, 5))}, "x_test must have rows shaped (4,), got (5,)"),
+        ({"y_train": np.zeros(5, int)}, "y_train must have at least 2 classes, got 1"),
+        ({"y_train": np.arange(5)}, "inputs and labels must have the same number of rows, got 6 and 5"),
+        ({"y_train": np.zeros(6)}, "y_train must be (N,) integers or strings, or (N, L) of 0 and 1, got float64"),
+        ({"y_train": np.full((6, 2), 2)}, "y_train must be (N, 2) of 0 and 1"),
+        ({"y_test": np.array([0, 7])}, "y_test has the class 7, which is none of the 2 known ones"),
+        ({"y_test": np.array(["a", "b"])}, "y_test must be of the same kind as y_train"),
+        ({"names": np.array(["one"])}, "y_train must have at least 2 classes, got 1"),
+        ({"x_test": np.zeros((0, 4)), "y_test": np.zeros(0, int)}, "has no rows in the test split"),
+    ],
+)
+def test_npz_mistakes(change, message, tmp_path):
+    arrays = {
+        "x_train": np.ones((6, 4)),
+        "y_train": np.arange(6) % 2,
+        "x_test": np.ones((2, 4)),
+        "y_test": np.arange(2),
+    }
+    arrays = {k: v for k, v in {**arrays, **change}.items() if v is not None}
+    with pytest.raises(data.DataError) as caught:
+        data.load(_npz(tmp_path / "x.npz", **arrays))
+    assert message in str(caught.value).splitlines()[0]
+
+
+# ARFF
+
+
+DENSE = """% a comment
+@RELATION 'with spaces: -C 2'
+
+@Attribute "first one" REAL
+@attribute second\tinteger
+@attribute 'it\\'s' {red, 'dark blue', "a,b"}
+@attribute kind {no,yes}
+@attribute l1 {0,1}
+@attribute l2 {1,0}
+@data
+% another
+1.5, -2, 'dark blue', yes, 0, 1
+
+2e3,\t7 , "a,b",no,1,0
+-0.25,3,red,no,1,1
+"""
+
+
+def test_arff_dense_with_quotes(tmp_path):
+    file = tmp_path / "x.arff"
+    file.write_text(DENSE)
+    table = tables.read_arff(file)
+    assert table.relation == "with spaces: -C 2"
+    assert [a.name for a in table.attributes] == ["first one", "second", "it's", "kind", "l1", "l2"]
+    assert table.attributes[2].values == ("red", "dark blue", "a,b")
+    assert table.data.tolist() == [[1.5, -2, 1, 1, 0, 0], [2000, 7, 2, 0, 1, 1], [-0.25, 3, 0, 0, 1, 0]]
+    x, y = tables._columns(table, [4, 5], file)
+    assert x.tolist() == [[1.5, -2, 0, 1, 0, 1], [2000, 7, 0, 0, 1, 0], [-0.25, 3, 1, 0, 0, 0]]
+    assert y.tolist() == [[0, 1], [1, 0], [1, 1]]  # the value 1, wherever it stands in the list
+
+
+def test_arff_sparse(tmp_path):
+    file = tmp_path / "x.arff"
+    header = "@relation r\n@attribute a numeric\n@attribute b {p,'q r'}\n@attribute c {0,1}\n@data\n"
+    file.write_text(header + "{0 2.5, 2 1}\n{}\n{1 'q r',2 0}\n{ 0 -1 }\n")
+    assert tables.read_arff(file).data.tolist() == [[2.5, 0, 1], [0, 0, 0], [0, 1, 0], [-1, 0, 0]]
+
+
+def test_arff_against_scipy(room):
+    from scipy.io import arff
+
+    root, _ = room
+    file = root / "arff" / "smoke-train.arff"
+    theirs, _ = arff.loadarff(file)
+    ours = tables.read_arff(file)
+    columns = [theirs[name].astype(float) for name in theirs.dtype.names]
+    assert np.array_equal(ours.data, np.stack(columns, 1))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_arff_round_trip(tmp_path_factory, draw):
+    text = st.text(st.characters(blacklist_categories=("Cs", "Cc"), whitelist_characters="\t\n'\"\\,{}%?"), max_size=8)
+    names = draw.draw(st.lists(text.filter(lambda s: s.strip() == s and s), min_size=1, max_size=5, unique=True))
+    attributes = []
+    for name in names:
+        values = draw.draw(st.none() | st.lists(text, min_size=1, max_size=4, unique=True))
+        attributes.append(tables.Attribute(name, None if values is None else tuple(values)))
+    rows = draw.draw(st.integers(0, 4))
+    number = st.floats(allow_nan=False, allow_infinity=False)
+    cells = [
+        [draw.draw(number if a.values is None else st.integers(0, len(a.values) - 1)) for a in attributes]
+        for _ in range(rows)
+    ]
+    array = np.array(cells, dtype=np.float64).reshape(rows, len(attributes))
+    file = tmp_path_factory.mktemp("arff") / "x.arff"
+    smoke.write_arff(file, names[0], attributes, array, sparse=draw.draw(st.booleans()))
+    back = tables.read_arff(file)
+    assert back.relation == names[0]
+    assert back.attributes == tuple(attributes)
+    assert np.array_equal(back.data, array)
+
+
+def _pair(folder: Path, xml: str | None = None, relation: str = "r", last: str = "{0,1}") -> str:
+    columns = ("l0 {0,1}", "f numeric", "l1 {0,1}", f"l2 {last}")
+    header = f"@relation '{relation}'\n" + "".join(f"@attribute {c}\n" for c in columns) + "@data\n"
+    (folder / "x-train.arff").write_text(header + "0,1,0,1\n1,2,1,0\n0,3,1,1\n1,4,0,0\n")
+    (folder / "x-test.arff").write_text(header + "1,9,1,1\n")
+    if xml is not None:
+        (folder / "x.xml").write_text(xml)
+    return f"arff:{folder / 'x-train.arff'}"
+
+
+def test_arff_label_columns(tmp_path):
+    spec = _pair(tmp_path)
+    assert data.load(spec).classes == ("l1", "l2")
+    assert data.load(spec + "?labels=1").classes == ("l2",)
+    assert data.load(f"arff:{tmp_path / 'x'}").classes == ("l1", "l2")
+    assert data.load(f"arff:{tmp_path / 'x-train.arff'},{tmp_path / 'x-test.arff'}").classes == ("l1", "l2")
+    assert data.load(_pair(tmp_path, relation="r: -C 1")).classes == ("l0",)
+    assert data.load(_pair(tmp_path, relation="r: -C -1")).classes == ("l2",)
+    xml = '<labels xmlns="http://mulan.sourceforge.net/labels"><label name="l2"><label name="l0"/></label></labels>'
+    mulan = data.load(_pair(tmp_path, xml))
+    assert mulan.classes == ("l0", "l2") and mulan.train.y.tolist() == [[0, 1], [1, 0], [0, 1], [1, 0]]
+    assert mulan.train.x.tolist() == [[1, 0], [2, 1], [3, 1], [4, 0]]
+    alone = data.load(spec + "?test=0.25&labels=2")
+    assert (len(alone.train), len(alone.test)) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("1,2", "line 6: expected 3 values, got 2"),
+        ("x,p,0", "line 6: attribute 'a' must be a finite number, got 'x'"),
+        ("nan,p,0", "line 6: attribute 'a' must be a finite number, got 'nan'"),
+        ("1_0,p,0", "line 6: attribute 'a' must be a finite number, got '1_0'"),
+        ("?,p,0", "line 6: attribute 'a' has a missing value, which is not supported"),
+        ("1,zz,0", "line 6: attribute 'b' must be one of {p,q}, got 'zz'"),
+        ("{3 1}", "line 6: index 3 is repeated or not below 3"),
+        ("{0 1, 0 2}", "line 6: index 0 is repeated or not below 3"),
+        ("{0 1", "line 6: a sparse row has no closing brace"),
+        ("{a 1}", "line 6: expected `index value` pairs"),
+        ("1,'p,0", "line 6: unbalanced quotes"),
+    ],
+)
+def test_arff_bad_rows(line, message, tmp_path):
+    file = tmp_path / "x.arff"
+    file.write_text("@relation r\n@attribute a numeric\n@attribute b {p,q}\n@attribute c {0,1}\n@data\n" + line + "\n")
+    with pytest.raises(data.DataError) as caught:
+        tables.read_arff(file)
+    assert str(caught.value).startswith(f"{file} {message}")
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ("", "there is no @data line"),
+        ("@relation r\n@data\n", "there are no attributes"),
+        ("@attribute a string\n@data\n", "attribute 'a' has the type 'string', only numeric and nominal"),
+        ("@attribute a {x,x}\n@data\n", "the values of 'a' repeat"),
+        ("@attribute a {x\n@data\n", "the values of 'a' have no closing brace"),
+        ("@attribute a numeric\n@attribute a numeric\n@data\n", "attribute names repeat"),
+        ("@attribute\n@data\n", "an attribute without a name"),
+        ("@attribute 'a numeric\n@data\n", "unbalanced quotes"),
+        ("hello\n", "expected @relation, @attribute or @data, got 'hello'"),
+    ],
+)
+def test_arff_bad_headers(header, message, tmp_path):
+    file = tmp_path / "x.arff"
+    file.write_text(header)
+    with pytest.raises(data.DataError, match=message):
+        tables.read_arff(file)
+
+
+def test_arff_mistakes(tmp_path):
+    with pytest.raises(data.DataError, match="nowhere.arff not found"):
+        data.load(f"arff:{tmp_path / 'nowhere.arff'}")
+    spec = _pair(tmp_path)
+    for labels in (0, 4, -1):
+        with pytest.raises(data.DataError, match=f"labels must be from 1 to 3, got {labels}"):
+            data.load(f"{spec}?labels={labels}")
+    with pytest.raises(data.DataError, match=r"label 'f' must be 0 or 1 in every row"):
+        data.load(f"{spec}?labels=3")
+    with pytest.raises(data.DataError, match="does not say which columns are labels"):
+        data.load(_pair(tmp_path, last="{1,2,0}"))
+    with pytest.raises(data.DataError, match=r"label 'l2' must have the values \{0,1\}, got \{1,2,0\}"):
+        data.load(spec + "?labels=1")
+    _pair(tmp_path)
+    test = tmp_path / "x-test.arff"
+    test.write_text(test.read_text().replace("attribute f", "attribute g"))
+    with pytest.raises(data.DataError, match="must have the very attributes of x-train.arff"):
+        data.load(spec)
+    test.unlink()
+    with pytest.raises(data.DataError, match="has no test file beside it"):
+        data.load(spec)
+    with pytest.raises(data.DataError, match="names the label 'zz', which x-train.arff does not have"):
+        data.load(_pair(tmp_path, xml='<labels><label name="zz"/></labels>'))
+    with pytest.raises(data.DataError, match="is damaged"):
+        data.load(_pair(tmp_path, xml="<labels>"))
+    with pytest.raises(data.DataError, match="has a document type, which is refused"):
+        data.load(_pair(tmp_path, xml='<!DOCTYPE x [<!ENTITY a "b">]><labels><label name="&a;"/></labels>'))
+
+
+# mosaics
+
+
+def test_mosaic_against_a_recomputation():
+    digits = data.load("digits")
+    made = data.load("digits-mosaic?grid=2x3&train=40&test=20&seed=7")
+    assert made.name == "digits-mosaic" and made.input_shape == (1, 16, 24) and made.multilabel
+    assert (len(made.train), len(made.test)) == (40, 20)
+    for part in ("train", "test"):
+        owner = {r.numpy().tobytes(): int(y) for r, y in zip(digits.split(part).x, digits.split(part).y, strict=True)}
+        for x, y in zip(made.split(part).x, made.split(part).y, strict=True):
+            tiles = [x[:, r : r + 8, c : c + 8].contiguous().numpy().tobytes() for r in (0, 8) for c in (0, 8, 16)]
+            assert y.nonzero()[:, 0].tolist() == sorted({owner[t] for t in tiles})  # KeyError: a tile of another split
+
+
+def test_mosaics_of_validation_share_no_image_with_training():
+    made = data.load("digits-mosaic", val_fraction=0.2)
+    tiles = {}
+    for part in ("train", "val"):
+        x = made.split(part).x
+        tiles[part] = {
+            x[i, 0, r : r + 8, c : c + 8].numpy().tobytes() for i in range(len(x)) for r in (0, 8) for c in (0, 8)
+        }
+    source = data.load("digits", val_fraction=0.2)
+    twins = {r.numpy().tobytes() for r in source.train.x} & {r.numpy().tobytes() for r in source.val.x}
+    assert not (tiles["train"] & tiles["val"]) - twins
+
+
+def test_mosaics_are_seeded_and_use_every_image_alike():
+    assert data.load("digits-mosaic").fingerprint() == data.load("mosaic(digits)?seed=0").fingerprint()
+    assert data.load("digits-mosaic?seed=1").fingerprint() != data.load("digits-mosaic").fingerprint()
+    counts = np.bincount(mosaic.tiles(37, 50, 4, seed=3).ravel(), minlength=37)
+    assert counts.max() - counts.min() <= 1
+
+
+def test_mosaic_of_other_sets(room):
+    root, specs = room
+    made = data.load(f"mosaic({specs['folder']})?grid=2", root)
+    assert made.name == "mosaic(folder:folder) (smoke)" and made.input_shape == (3, 64, 64)
+    assert data.load("mosaic(cifar10)", root, image_size=32).input_shape == (3, 32, 32)
+    for spec, what in (("coco", "multi-label"), (specs["arff"], "multi-label")):
+        with pytest.raises(data.DataError, match=f"needs a single-label set of small images, and this is {what}"):
+            data.load(f"mosaic({spec})", root)
+
+
+# smoke files
+
+
+def test_smoke_files_are_the_same_every_time(tmp_path):
+    for name in data.SMOKE_NAMES:
+        specs = [data.write_smoke(name, tmp_path / str(i)) for i in range(2)]
+        a, b = (data.load(spec, tmp_path / str(i)) for i, spec in enumerate(specs))
+        assert a.name.endswith("(smoke)") and a.fingerprint() == b.fingerprint()
+    with pytest.raises(ValueError, match="smoke dataset must be one of cifar10, .*, got 'mnist'"):
+        data.write_smoke("mnist", tmp_path)
+
+
+def test_smoke_images_can_be_learned(room):
+    from sklearn.neighbors import KNeighborsClassifier
+
+    root, _ = room
+    cifar = data.load("cifar10", root)
+    colour = [s.x.float().mean((2, 3)).numpy() for s in (cifar.train, cifar.test)]
+    model = KNeighborsClassifier(3).fit(colour[0], cifar.train.y)
+    assert model.score(colour[1], cifar.test.y) > 0.9
+
+
+def test_smoke_archive_is_a_real_gzip(tmp_path):
+    data.write_smoke("cifar100", tmp_path, archive=True)
+    with gzip.open(tmp_path / "cifar-100-python.tar.gz") as stream:
+        assert stream.read(16) == b"cifar-100-python"
