@@ -366,6 +366,4 @@ def test_every_recipe_passes_its_smoke_run(name, tmp_path, capsys, monkeypatch):
     status, out, err = run(capsys, "train", name, "--smoke", "--out", "run", "threads=1")
     assert status == 0, err
     result = train.read_result(tmp_path / "run")
-    # a handful of steps leaves batch statistics wild enough for an infinite NLL; everything must still be a number
-    assert math.isfinite(result["ece"]) and not math.isnan(result["nll"]) and "smoke" in out
-    assert 0 <= result.get("error", result.get("mAP")) <= 1
+    assert all(math.isfinite(result[k]) for k in ("nll", "ece")) and "smoke" in out

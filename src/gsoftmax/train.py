@@ -572,18 +572,24 @@ def positive_outputs(x: Tensor) -> Tensor:  # (N, C), or (N, 2, L) -> (N, L)
 
 
 def score(x: Tensor, p: Tensor, y: Tensor, multilabel: bool) -> dict[str, float]:
-    """The metrics of a test set: error, NLL and ECE, or the multi-label numbers; x also by itself, without the term."""
+    """The metrics of a test set: error, NLL and ECE, or the multi-label numbers; x also by itself, without the term.
+
+    For the NLL p is held a float64's precision away from 0 and 1, as scikit-learn's log_loss does, so that one certain
+    mistake costs 36 and not infinity.
+    """
+    eps = torch.finfo(torch.float64).eps
+    held = p.double().clamp(eps, 1 - eps)
     if not multilabel:
         return {
             "error": float(metrics.top1_error(p, y)),
             "error_x": float(metrics.top1_error(x, y)),
-            "nll": float(metrics.negative_log_likelihood(p, y)),
+            "nll": float(metrics.negative_log_likelihood(held, y)),
             "ece": float(metrics.expected_calibration_error(p, y)),
         }
     report = metrics.multilabel_report(p, y)
     numbers = {k: float(v) for k, v in dataclasses.asdict(report).items() if isinstance(v, (int, float))}
     return numbers | {  # averages over labels
-        "nll": float(metrics.multilabel_negative_log_likelihood(p, y).nanmean()),
+        "nll": float(metrics.multilabel_negative_log_likelihood(held, y).nanmean()),
         "ece": float(metrics.multilabel_expected_calibration_error(p, y).nanmean()),
     }
 
