@@ -1,0 +1,900 @@
+"""Speed on a GPU: `python -m benchmarks.gpu`.
+
+Forward and backward pass of the loss against plain cross entropy, by torch, by `torch.compile` and by Liger-Kernel; of
+small tables, where launching is all there is; and of the last linear layer with the loss, against torch, Liger-Kernel
+and cut-cross-entropy.  Peers are left out where they can't be imported.  Contenders take turns and medians are
+compared.  Bytes are counted as three passes over x (read, read, write) and compared with what a copy moves.
+
+    --check   accuracy against float64, in every option, instead of speed
+    --tune    which tile, how many warps, ... is fastest, for `gsoftmax.kernels.triton_ce.TUNED`
+    --quick   fewer rounds
+    --out     a folder for the JSON, other than results/
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.common import interleaved, provenance, table, verdict, write
+from gsoftmax import functional
+
+GIB = 2**30
+# rows, classes, dtype, most allowed time over the fastest plain cross entropy, least share of copy bandwidth
+LOSSES = [
+    (8192, 32000, torch.bfloat16, 1.10, None),
+    (8192, 128256, torch.bfloat16, 1.10, 0.60),
+    (1024, 1000000, torch.bfloat16, 1.10, 0.60),
+    (4096, 32000, torch.float32, 1.10, None),
+]
+# rows, classes, most allowed time over F.cross_entropy
+SMALL = [(128, 10, 2.0), (1024, 1000, 2.0)]
+# rows, features, classes, most allowed time over linear and F.cross_entropy, most extra memory in GiB
+LINEARS = [(8192, 2048, 128256, 1.10, 2.0), (4096, 512, 1000000, 0.95, 3.0)]
+
+Contenders = dict[str, Callable[[], Any]]
+
+
+def name_of(*sizes: int, dtype: torch.dtype | None = None) -> str:
+    size = " x ".join(f"{s:,}" for s in sizes)
+    return size if dtype is None else f"{size} {str(dtype).removeprefix('torch.')}"
+
+
+def say(*words: Any) -> None:
+    print(*words, flush=True)
+
+
+# -------------------------------------------------------------------------------------------------------------- timing
+
+
+class Clock:
+    """Seconds on the GPU, after the caches were swept; the sweep also gives the CPU time to launch what is timed."""
+
+    def __init__(self) -> None:
+        self.sweep = torch.empty(GIB, dtype=torch.int8, device="cuda")
+        self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def __call__(self, run: Callable[[], Any]) -> float:
+        self.sweep.zero_()
+        self.start.record()
+        run()
+        self.end.record()
+        self.end.synchronize()
+        return self.start.elapsed_time(self.end) / 1e3
+
+
+def wall(run: Callable[[], Any], calls: int = 50) -> float:
+    """Seconds of a call among many, launching included, as a training loop of small steps sees it."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        run()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / calls
+
+
+def peak(run: Callable[[], Any]) -> float:
+    """GiB allocated at most while running, beyond what was there before."""
+    run()
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / GIB
+
+
+def copy_bandwidth(clock: Clock) -> float:
+    """Bytes a second, read and written, of a copy of 2 GiB."""
+    a = torch.empty(2 * GIB, dtype=torch.int8, device="cuda").random_()
+    b = torch.empty_like(a)
+    for _ in range(3):
+        b.copy_(a)
+    return 2 * a.numel() / sorted(clock(lambda: b.copy_(a)) for _ in range(9))[4]
+
+
+def working(contenders: Contenders) -> Contenders:
+    """Those that run at all; of the others, what they said."""
+    able = {}
+    for name, run in contenders.items():
+        try:
+            for _ in range(3):
+                run()
+            torch.cuda.synchronize()
+            able[name] = run
+        except Exception as error:
+            say(f"  {name} is left out: {type(error).__name__}: {str(error)[:160]!r}")
+    return able
+
+
+def clean() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch._dynamo.reset()
+
+
+# ------------------------------------------------------------------------------------------------------------ the peers
+
+
+def liger() -> Any:
+    try:
+        from liger_kernel.transformers import functional as found
+    except Exception:
+        return None
+    return found
+
+
+def cut_cross_entropy() -> Any:
+    try:
+        from cut_cross_entropy import linear_cross_entropy as found
+    except Exception:
+        return None
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------- the loss
+
+
+def data(n: int, c: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    torch.manual_seed(seed)
+    x = torch.empty(n, c, dtype=dtype, device="cuda").normal_()
+    target = torch.randint(c, (n,), device="cuda")
+    mu, sigma = torch.randn(c, device="cuda") * 0.1, torch.rand(c, device="cuda") + 0.5
+    return x.requires_grad_(), target, mu.requires_grad_(), sigma.requires_grad_()
+
+
+def loss_contenders(n: int, c: int, dtype: torch.dtype, compiled: bool = True) -> Contenders:
+    """Name to one forward and backward pass."""
+    x, target, mu, sigma = data(n, c, dtype)
+
+    def step(loss: Callable[..., Tensor], *leaves: Tensor, **options: Any) -> Callable[[], None]:
+        def run() -> None:
+            loss(leaves[0], target, *leaves[1:], **options).backward()
+            for v in leaves:
+                v.grad = None
+
+        return run
+
+    fixed_mu, fixed_sigma = mu.detach(), sigma.detach()
+    found = {
+        "G-softmax": step(functional.gsoftmax_cross_entropy, x, mu, sigma),
+        "G-softmax, Gaussians fixed": step(
+            lambda x, target: functional.gsoftmax_cross_entropy(x, target, fixed_mu, fixed_sigma), x
+        ),
+        "cross entropy": step(F.cross_entropy, x),
+    }
+    if compiled:
+        found["cross entropy, compiled"] = step(torch.compile(F.cross_entropy, dynamic=False), x)
+    if liger() is not None:
+        # It writes the gradient over its input.
+        found["cross entropy, Liger"] = step(liger().liger_cross_entropy, x.detach().clone().requires_grad_())
+    return found
+
+
+def bench_losses(clock: Clock, copy: float, quick: bool) -> Iterator[dict[str, Any]]:
+    for n, c, dtype, bound, share_bound in LOSSES:
+        clean()
+        say(f"\nloss, {name_of(n, c, dtype=dtype)}")
+        contenders = working(loss_contenders(n, c, dtype))
+        times = interleaved(contenders, seconds=1.0 if quick else 3.0, clock=clock)
+        memory = {name: peak(run) for name, run in contenders.items()}
+        passes = 3 * n * c * dtype.itemsize
+        for name, t in times.items():
+            share = passes / t.median / copy
+            say(f"  {name:28s} {t.median * 1e3:8.3f} ms, {share:4.0%} of copy bandwidth, extra {memory[name]:5.2f} GiB")
+        kernels = kernel_times(clock, n, c, dtype)
+        say(f"  kernels: forward {kernels[0] * 1e3:.3f} ms, backward {kernels[1] * 1e3:.3f} ms")
+        plain = {name: t.median for name, t in times.items() if name.startswith("cross")}
+        best = min(plain, key=plain.__getitem__)
+        ours = times["G-softmax"].median
+        yield {
+            "claim": "loss", "size": name_of(n, c, dtype=dtype), "ours ms": ours * 1e3, "peer": best,
+            "peer ms": plain[best] * 1e3, "ratio": ours / plain[best], "bound": bound,
+            "verdict": verdict(ours / plain[best], bound),
+            "details": {k: {"median ms": t.median * 1e3, "fastest ms": t.fastest * 1e3, "rounds": t.rounds,
+                            "share of copy bandwidth": passes / t.median / copy, "extra GiB": memory[k]}
+                        for k, t in times.items()},
+        }  # fmt: skip
+        if share_bound:
+            share = passes / ours / copy
+            yield {
+                "claim": "share of copy bandwidth", "size": name_of(n, c, dtype=dtype), "ours ms": ours * 1e3,
+                "peer": "three passes", "peer ms": passes / copy * 1e3, "ratio": share, "bound": share_bound,
+                "verdict": "PASS" if share >= share_bound else f"MISSED (at least {share_bound:g})",
+            }  # fmt: skip
+
+
+def kernel_times(clock: Clock, n: int, c: int, dtype: torch.dtype) -> list[float]:
+    """Seconds of the forward and of the backward pass alone."""
+    from gsoftmax.kernels import triton_ce
+
+    x, target, mu, sigma = (v.detach() for v in data(n, c, dtype))
+    rest = (1.0, None, -100, "mean", 0.0)
+    _, stats = triton_ce.forward(x, target, mu, sigma, *rest, dtype)
+    grad = torch.ones((), dtype=dtype, device="cuda")
+    passes = (
+        lambda: triton_ce.forward(x, target, mu, sigma, *rest, dtype),
+        lambda: triton_ce.backward(grad, stats, x, target, mu, sigma, *rest),
+    )
+    return [sorted(clock(run) for _ in range(9))[4] for run in passes]
+
+
+def bench_small(clock: Clock, quick: bool) -> Iterator[dict[str, Any]]:
+    seconds = 2.0 if quick else 6.0
+    for n, c, bound in SMALL:
+        clean()
+        say(f"\nsmall, eager call, {name_of(n, c, dtype=torch.float32)}")
+        contenders = working(loss_contenders(n, c, torch.float32, compiled=False))
+        times = interleaved(contenders, seconds=seconds, clock=wall)
+        for name, t in times.items():
+            say(f"  {name:28s} {t.median * 1e6:8.1f} us a step")
+        parts_of_a_small_call(n, c)
+        ratio = times["G-softmax"].median / times["cross entropy"].median
+        yield row("eager call", name_of(n, c), times, "G-softmax", "cross entropy", ratio, bound)
+
+        clean()
+        say(f"\nsmall, compiled step, {name_of(n, c, dtype=torch.float32)}")
+        contenders = working(step_contenders(n, c))
+        times = interleaved(contenders, seconds=seconds, clock=wall)
+        on_gpu = interleaved(contenders, seconds=seconds / 3, clock=clock)
+        for name, t in times.items():
+            say(f"  {name:28s} {t.median * 1e6:8.1f} us a step, {on_gpu[name].median * 1e6:8.1f} us of them on the GPU")
+        # The same contender stands there twice: how far it is from itself is the noise.
+        plain = [times[name].median for name in ("cross entropy", "cross entropy again")]
+        noise = max(abs(plain[0] / plain[1] - 1), 0.05)
+        ratio = times["G-softmax"].median / (sum(plain) / 2)
+        yield row("compiled step", name_of(n, c), times, "G-softmax", "cross entropy", ratio, 1 + noise)
+
+
+def row(
+    claim: str, size: str, times: dict[str, Any], ours: str, peer: str, ratio: float, bound: float
+) -> dict[str, Any]:
+    return {
+        "claim": claim, "size": size, "ours ms": times[ours].median * 1e3, "peer": peer,
+        "peer ms": times[peer].median * 1e3, "ratio": ratio, "bound": bound, "verdict": verdict(ratio, bound),
+        "details": {k: {"median ms": t.median * 1e3, "rounds": t.rounds} for k, t in times.items()},
+    }  # fmt: skip
+
+
+def step_contenders(n: int, c: int) -> Contenders:
+    """A linear model with its loss, compiled as one; mu and sigma are parameters of ours."""
+    torch.manual_seed(0)
+    h, target = torch.randn(n, 256, device="cuda"), torch.randint(c, (n,), device="cuda")
+    mu = torch.zeros(c, device="cuda", requires_grad=True)
+    sigma = torch.ones(c, device="cuda", requires_grad=True)
+
+    def contender(ours: bool) -> Callable[[], None]:
+        model = torch.nn.Linear(256, c, device="cuda")
+
+        def forward(h: Tensor, target: Tensor) -> Tensor:
+            x = model(h)
+            return functional.gsoftmax_cross_entropy(x, target, mu, sigma) if ours else F.cross_entropy(x, target)
+
+        step = torch.compile(forward, fullgraph=True, dynamic=False)
+        leaves = [*model.parameters(), mu, sigma]
+
+        def run() -> None:
+            step(h, target).backward()
+            for v in leaves:
+                v.grad = None
+
+        return run
+
+    return {"G-softmax": contender(True), "cross entropy": contender(False), "cross entropy again": contender(False)}
+
+
+def parts_of_a_small_call(n: int, c: int) -> None:
+    """Where the time of a small call goes."""
+    from gsoftmax.kernels import triton_ce
+
+    x, target, mu, sigma = data(n, c, torch.float32)
+    rest = (1.0, None, -100, "mean", 0.0)
+    loss, stats = triton_ce.forward(x.detach(), target, mu, sigma, *rest, torch.float32)
+    grad = torch.ones_like(loss)
+    kept = functional.gsoftmax_cross_entropy(x, target, mu, sigma)
+    kept_plain = F.cross_entropy(x, target)
+    leaves = (x, mu, sigma)
+    parts = {
+        "kernels, forward": lambda: triton_ce.forward(x.detach(), target, mu, sigma, *rest, torch.float32),
+        "kernels, backward": lambda: triton_ce.backward(grad, stats, x.detach(), target, mu, sigma, *rest),
+        "forward call": lambda: functional.gsoftmax_cross_entropy(x, target, mu, sigma),
+        "backward call": lambda: torch.autograd.grad(kept, leaves, grad, retain_graph=True),
+        "cross entropy, forward call": lambda: F.cross_entropy(x, target),
+        "cross entropy, backward call": lambda: torch.autograd.grad(kept_plain, x, grad, retain_graph=True),
+    }
+    for name, run in parts.items():
+        wall(run)
+        say(f"    {name:28s} {sorted(wall(run) for _ in range(5))[2] * 1e6:7.1f} us")
+
+
+# ----------------------------------------------------------------------------------------------------- the linear layer
+
+
+def linear_contenders(n: int, d: int, c: int) -> Contenders:
+    torch.manual_seed(0)
+    h = torch.randn(n, d, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    weight = torch.empty(c, d, dtype=torch.bfloat16, device="cuda").normal_(std=d**-0.5).requires_grad_()
+    target = torch.randint(c, (n,), device="cuda")
+    mu = torch.zeros(c, device="cuda", requires_grad=True)
+    sigma = torch.ones(c, device="cuda", requires_grad=True)
+
+    def step(loss: Callable[[], Tensor]) -> Callable[[], None]:
+        def run() -> None:
+            loss().backward()
+            h.grad = weight.grad = mu.grad = sigma.grad = None
+
+        return run
+
+    found = {
+        "linear + G-softmax": step(
+            lambda: functional.linear_gsoftmax_cross_entropy(h, weight, target, mu, sigma, impl="auto")
+        ),
+        "linear + cross entropy, in one": step(
+            lambda: functional.linear_gsoftmax_cross_entropy(h, weight, target, mu, sigma, lam=0.0, impl="auto")
+        ),
+        "linear + cross entropy": step(lambda: F.cross_entropy(F.linear(h, weight), target)),
+        "matrix products alone": lambda: products(h, weight),
+    }
+    if liger() is not None:
+        found["Liger"] = step(lambda: liger().liger_fused_linear_cross_entropy(h, weight, target))
+    if cut_cross_entropy() is not None:
+        found["cut-cross-entropy"] = step(lambda: cut_cross_entropy()(h, weight, target))
+    return found
+
+
+@torch.no_grad()
+def products(h: Tensor, weight: Tensor) -> None:
+    x = h @ weight.t()
+    x @ weight
+    x.t() @ h
+
+
+def bench_linears(clock: Clock, quick: bool) -> Iterator[dict[str, Any]]:
+    for n, d, c, bound, memory_bound in LINEARS:
+        clean()
+        say(f"\nlinear layer and loss, {name_of(n, d, c, dtype=torch.bfloat16)}")
+        contenders = working(linear_contenders(n, d, c))
+        times = interleaved(contenders, seconds=3.0 if quick else 6.0, blocks=3, warmup=1, clock=clock)
+        memory = {name: peak(run) for name, run in contenders.items()}
+        for name, t in times.items():
+            say(f"  {name:30s} {t.median * 1e3:8.2f} ms, extra {memory[name]:6.2f} GiB, gradients included")
+        ours, peer = "linear + G-softmax", "linear + cross entropy"
+        found = row("linear", name_of(n, d, c), times, ours, peer, times[ours].median / times[peer].median, bound)
+        for name in times:
+            found["details"][name]["extra GiB"] = memory[name]
+        yield found
+        yield {
+            "claim": "linear, extra GiB", "size": name_of(n, d, c), "ours ms": times[ours].median * 1e3, "peer": peer,
+            "peer ms": times[peer].median * 1e3, "ratio": memory[ours], "bound": memory_bound,
+            "verdict": verdict(memory[ours], memory_bound),
+        }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------- accuracy
+
+
+class Checks:
+    """PASS and FAIL lines, and how many of each."""
+
+    def __init__(self) -> None:
+        self.passed, self.failed = 0, []
+
+    def __call__(self, name: str, fine: bool, words: str = "") -> None:
+        if fine:
+            self.passed += 1
+        else:
+            self.failed.append(name)
+        say(f"{'PASS' if fine else 'FAIL'}  {name}  {words}")
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            self(name, False, traceback.format_exc(limit=4)[-900:])
+            torch.cuda.synchronize()
+
+
+def exact(x, target, mu, sigma, lam, weight, ignore_index, reduction, smoothing, grad) -> list[Tensor]:
+    """Loss, dx, dmu, dsigma in float64, some rows at a time."""
+    n, c = x.shape
+    mu, sigma = (v.detach().double().requires_grad_() for v in (mu, sigma))
+    hard = not target.is_floating_point()
+    weight = None if weight is None else weight.double()
+    divisor = torch.ones((), dtype=torch.float64, device="cuda")
+    if reduction == "mean":
+        counts = (target != ignore_index) if hard else torch.ones(n, device="cuda", dtype=torch.bool)
+        of_row = torch.ones(n, device="cuda").double() if weight is None or not hard else weight[target.clamp(0, c - 1)]
+        divisor = (counts * of_row).sum()
+    factor = grad.double() / divisor if grad.ndim == 0 else grad.double()
+    losses, dx = [], []
+    for i in range(0, n, max(1, (1 << 26) // c)):
+        at = slice(i, i + max(1, (1 << 26) // c))
+        part = x[at].detach().double().requires_grad_()
+        z = part + lam * torch.special.ndtr((part - mu) / sigma) if lam else part
+        y = target[at] if hard else target[at].double()
+        loss = F.cross_entropy(z, y, weight, None, ignore_index, None, "none", smoothing)
+        (loss * (factor[at] if factor.ndim else factor)).sum().backward()
+        losses.append(loss.detach())
+        dx.append(part.grad.float())
+    rows = torch.cat(losses)
+    loss = rows if reduction == "none" else rows.sum() / divisor
+    zero = torch.zeros_like(mu)
+    return [loss, torch.cat(dx), zero if mu.grad is None else mu.grad, zero if sigma.grad is None else sigma.grad]
+
+
+def errors(got: list[Tensor], expected: list[Tensor], dtype: torch.dtype, scale: float = 1.0) -> tuple[bool, str]:
+    """Whether loss and gradients are as good as their dtype; the errors in words.
+
+    `scale` is the gradient of a row's loss: where p is nearly 1, p - 1 is off by some 1e-7 of it in float32.
+    """
+    eps = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
+    off = ((got[0].double() - expected[0]).abs() / (expected[0].abs() + 1)).max().item()
+    fine, words = off <= eps, [f"loss {off:.1e}"]
+    for name, a, b in zip(("dx", "dmu", "dsigma"), got[1:], expected[1:], strict=True):
+        difference, norm = (a.double() - b.double()).norm().item(), b.double().norm().item()
+        limit = (eps if name == "dx" else 2e-6) * norm + 5e-7 * scale
+        fine = fine and a.shape == b.shape and difference <= limit
+        words.append(f"{name} {difference / max(norm, 1e-30):.1e}")
+    return fine, ", ".join(words)
+
+
+def ours(x, target, mu, sigma, rest, grad=None) -> list[Tensor]:
+    """Loss, dx, dmu, dsigma by the kernels, in memory that held NaN before."""
+    leaves = [v.detach().requires_grad_() for v in (x, mu, sigma)]
+    with poisoned():
+        loss = functional.gsoftmax_cross_entropy(
+            leaves[0], target, leaves[1], leaves[2], rest[0], weight=rest[1], ignore_index=rest[2], reduction=rest[3],
+            label_smoothing=rest[4], impl="triton",
+        )  # fmt: skip
+        grad = torch.ones_like(loss) if grad is None else grad.to(loss.dtype)
+        loss.backward(grad)
+    return [loss.detach(), *(v.grad for v in leaves)]
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)  # and torch.empty is filled with NaN
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def check() -> Checks:
+    checks = Checks()
+    check_options(checks)
+    check_sizes(checks)
+    check_behaviour(checks)
+    check_linear(checks)
+    say(f"\n{checks.passed} passed, {len(checks.failed)} failed")
+    for name in checks.failed:
+        say("FAILED", name)
+    return checks
+
+
+def check_options(checks: Checks) -> None:
+    options = {
+        "plain": {},
+        "sum, lam 4": {"reduction": "sum", "lam": 4.0},
+        "none": {"reduction": "none"},
+        "smoothing": {"smoothing": 0.1},
+        "weight": {"weight": True},
+        "weight, smoothing": {"weight": True, "smoothing": 0.2},
+        "probabilities": {"soft": True},
+        "probabilities, weight, smoothing, none": {
+            "soft": True, "weight": True, "smoothing": 0.3, "reduction": "none",
+        },
+        "transposed": {"layout": "transposed"},
+        "every other column": {"layout": "columns"},
+    }  # fmt: skip
+    for dtype in (torch.float32, torch.bfloat16):
+        for n, c in ((37, 11), (70, 1003), (33, 5001)):
+            for name, o in options.items():
+                name = f"{name}, {name_of(n, c, dtype=dtype)}"
+                with checks.part(name):
+                    x, target, mu, sigma = (v.detach() for v in data(n, c, dtype, seed=len(name)))
+                    x = x * 3
+                    target[n // 2] = -100
+                    if o.get("soft"):
+                        target = torch.rand(n, c, device="cuda").softmax(1)
+                    if o.get("layout") == "transposed":
+                        x = x.t().contiguous().t()
+                    elif o.get("layout") == "columns":
+                        x = torch.stack([x, x * float("nan")], 2).flatten(1)[:, ::2]
+                    weight = torch.rand(c, device="cuda") + 0.1 if o.get("weight") else None
+                    rest = (o.get("lam", 1.0), weight, -100, o.get("reduction", "mean"), o.get("smoothing", 0.0))
+                    grad = torch.rand(n if rest[3] == "none" else (), device="cuda").to(dtype) + 0.5
+                    got = ours(x, target, mu, sigma, rest, grad)
+                    scale = 1 / n if rest[3] == "mean" else 1.0
+                    checks(name, *errors(got, exact(x, target, mu, sigma, *rest, grad), dtype, scale))
+
+
+def check_sizes(checks: Checks) -> None:
+    sizes = [(1, 2), (2, 1), (128, 10), (100000, 21), (64, 1024), (5, 1025), (257, 4099), (300, 50257), (3, 1000003)]
+    cases = [(n, c, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16) for n, c in sizes]
+    cases += [(n, c, dtype) for n, c, dtype, *_ in LOSSES]
+    for n, c, dtype in cases:
+        name = f"size {name_of(n, c, dtype=dtype)}"
+        with checks.part(name):
+            x, target, mu, sigma = (v.detach() for v in data(n, c, dtype, seed=n + c))
+            x.mul_(3)
+            sums = n * c < 1e8 and (dtype is not torch.float16 or n < 1000)  # a larger sum is beyond float16
+            rest = (1.0, None, -100, "sum" if sums else "mean", 0.0)
+            grad = torch.tensor(0.75, device="cuda", dtype=dtype)
+            got = ours(x, target, mu, sigma, rest, grad)
+            scale = 1 / n if rest[3] == "mean" else 1.0
+            checks(name, *errors(got, exact(x, target, mu, sigma, *rest, grad), dtype, scale))
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    for layout in ("rows", "columns"):
+        n, c = 36000, 65600  # more than 2^31 elements
+        name = f"64-bit offsets along {layout}, {name_of(n, c)}"
+        with checks.part(name):
+            x = torch.empty((n, c) if layout == "rows" else (c, n), dtype=torch.bfloat16, device="cuda").normal_()
+            x = x if layout == "rows" else x.t()
+            target, mu, sigma = torch.randint(c, (n,), device="cuda"), *data(1, c, torch.bfloat16)[2:]
+            rest = (1.0, None, -100, "none", 0.0)
+            x.requires_grad_()
+            gaussians = mu.detach(), sigma.detach()
+            loss = functional.gsoftmax_cross_entropy(x, target, *gaussians, reduction="none", impl="triton")
+            loss.backward(torch.ones_like(loss))
+            some = torch.tensor([0, 1, 17000, n - 2, n - 1], device="cuda")
+            expected = exact(x.detach()[some], target[some], mu, sigma, *rest, torch.ones(5, device="cuda"))
+            got = [loss.detach()[some], x.grad[some], expected[2], expected[3]]
+            checks(name, *errors(got, expected, torch.bfloat16))
+            del x, loss, got
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def twice(x: Tensor, target: Tensor, mu: Tensor, sigma: Tensor) -> Tensor:
+    return functional.gsoftmax_cross_entropy(x * 2, target, mu, sigma)
+
+
+def check_behaviour(checks: Checks) -> None:
+    from gsoftmax.kernels import triton_ce
+
+    x, target, mu, sigma = (v.detach() for v in data(512, 9000, torch.bfloat16))
+    rest = (1.0, None, -100, "mean", 0.0)
+    with checks.part("the same bits twice"):
+        first, again = ours(x, target, mu, sigma, rest), ours(x, target, mu, sigma, rest)
+        checks("the same bits twice", all(torch.equal(a, b) for a, b in zip(first, again, strict=True)))
+
+    with checks.part("the GPU is never waited for"):
+        leaves = [v.clone().requires_grad_() for v in (x, mu, sigma)]
+        grad = torch.ones((), device="cuda", dtype=torch.bfloat16)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            loss = functional.gsoftmax_cross_entropy(leaves[0], target, *leaves[1:])
+            loss.backward(grad)
+            h = torch.ones(8, 16, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            weight = torch.ones(9000, 16, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            functional.linear_gsoftmax_cross_entropy(h, weight, target[:8], *leaves[1:], impl="triton").backward(grad)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        checks("the GPU is never waited for", True)
+
+    with checks.part("a CUDA graph"):
+        leaves = [v.clone().requires_grad_() for v in (x, mu, sigma)]
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                functional.gsoftmax_cross_entropy(leaves[0], target, *leaves[1:]).backward()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        for v in leaves:
+            v.grad = None
+        with torch.cuda.graph(graph):
+            loss = functional.gsoftmax_cross_entropy(leaves[0], target, *leaves[1:])
+            loss.backward()
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = ours(x, target, mu, sigma, rest)
+        checks("a CUDA graph", torch.equal(loss, expected[0]) and torch.equal(leaves[0].grad, expected[1]))
+
+    for n, c in ((64, 100), (4096, 5000)):
+        name = f"torch.compile, whole graph, {name_of(n, c)}"
+        with checks.part(name):
+            torch._dynamo.reset()
+            v = data(n, c, torch.float32)
+            loss = torch.compile(twice, fullgraph=True)(*v)
+            loss.backward()
+            expected = exact(v[0] * 2, v[1], v[2], v[3], *rest, torch.ones((), device="cuda"))
+            expected[1] *= 2
+            checks(name, *errors([loss.detach(), v[0].grad, v[2].grad, v[3].grad], expected, torch.float32, 1 / n))
+
+    with checks.part("extreme values"):
+        y, t, m, s = (v.detach() for v in data(64, 3000, torch.float32))
+        y[0, ::2] = y[1, 512:2048] = -float("inf")
+        t[0] = t[1] = 3
+        y[2], y[3], y[4] = y[2] * 1e4, y[3] - 1e4, y[4] + 1e4
+        s[::7] = 1e-6
+        leaves = [v.clone().requires_grad_() for v in (y, m, s)]
+        loss = functional.gsoftmax_cross_entropy(leaves[0], t, *leaves[1:], reduction="none", impl="triton")
+        loss.sum().backward()
+        wide = [v.double().requires_grad_() for v in (y, m, s)]
+        expected = F.cross_entropy(functional._logits(*wide, 1.0), t, reduction="none")
+        expected.sum().backward()
+        got = [loss.detach(), *(v.grad for v in leaves)]
+        finite = all(v.isfinite().all() for v in got)
+        fine, words = errors(got, [expected.detach(), *(v.grad for v in wide)], torch.float32)
+        checks("extreme values", finite and fine, words)
+
+    with checks.part("rows that do not count, labels out of range"):
+        t = target.clone()
+        t[5:9], t[9] = -100, 9000
+        got = ours(x, t, mu, sigma, (1.0, None, -100, "none", 0.1))
+        bad = torch.zeros(512, dtype=torch.bool, device="cuda")
+        bad[9] = True
+        fine = got[0].isnan().equal(bad) and got[1].isnan().any(1).equal(bad) and bool((got[1][5:9] == 0).all())
+        checks("rows that do not count, labels out of range", fine)
+
+    with checks.part("second derivatives"):
+        v = data(8, 12, torch.float32)
+        wide = [w.detach().double().requires_grad_() for w in (v[0], v[2], v[3])]
+        seconds = []
+        for leaves, impl in (((v[0], v[2], v[3]), "triton"), (wide, "plain")):
+            loss = functional.gsoftmax_cross_entropy(leaves[0], v[1], leaves[1], leaves[2], impl=impl)
+            grads = torch.autograd.grad(loss, leaves, create_graph=True)
+            sum(g.square().sum() for g in grads).backward()
+            seconds.append([w.grad for w in leaves])
+        off = max(((a.double() - b).norm() / b.norm()).item() for a, b in zip(*seconds, strict=True))
+        checks("second derivatives", off < 1e-4, f"{off:.1e}")
+
+    for n, c, dtype, *_ in LOSSES:
+        for kind in ("forward", "backward"):
+            say("      ", name_of(n, c, dtype=dtype), kind, triton_ce.plan(kind, n, c, dtype.itemsize, x.device))
+
+
+def check_linear(checks: Checks) -> None:
+    from gsoftmax.kernels import linear
+
+    usual = dict(linear.CHUNK)
+    for dtype, limit in ((torch.float32, 5e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)):
+        for reduction, lam, bias in (("mean", 1.0, False), ("none", 1.0, True), ("mean", 0.0, True)):
+            name = f"linear, {reduction}, lam {lam:g}, {str(dtype).removeprefix('torch.')}"
+            with checks.part(name):
+                torch.manual_seed(0)
+                linear.CHUNK["cuda"] = 200 * 5003
+                n, d, c = 1000, 64, 5003
+                values = [
+                    torch.randn(n, d, device="cuda").to(dtype), (torch.randn(c, d, device="cuda") / 4).to(dtype),
+                    torch.randn(c, device="cuda").to(dtype) if bias else None,
+                    torch.randn(c, device="cuda"), torch.rand(c, device="cuda") + 0.3,
+                ]  # fmt: skip
+                target = torch.randint(c, (n,), device="cuda")
+                target[3] = -100
+                leaves = [None if v is None else v.clone().requires_grad_() for v in values]
+                loss = functional.linear_gsoftmax_cross_entropy(
+                    leaves[0], leaves[1], target, leaves[3], leaves[4], lam, bias=leaves[2], reduction=reduction,
+                    impl="triton",
+                )  # fmt: skip
+                grad = torch.rand(loss.shape, device="cuda").to(dtype) * (1000.0 if dtype == torch.float16 else 1.0)
+                loss.backward(grad.to(loss.dtype))
+                wide = [None if v is None else v.double().requires_grad_() for v in values]
+                x = F.linear(wide[0], wide[1], wide[2])
+                x = x + (x.detach().to(dtype).double() - x.detach())  # as the layer rounds it
+                z = x + lam * torch.special.ndtr((x - wide[3]) / wide[4])
+                expected = F.cross_entropy(z, target, reduction=reduction)
+                expected.backward(grad.double())
+                off = [((loss.double() - expected).abs() / (expected.abs() + 1)).max().item()]
+                off += [
+                    ((a.grad.double() - b.grad).norm() / b.grad.norm().clamp_min(1e-9)).item()
+                    for a, b in zip(leaves, wide, strict=True) if a is not None
+                ]  # fmt: skip
+                checks(name, max(off) < limit, " ".join(f"{o:.1e}" for o in off))
+            linear.CHUNK.update(usual)
+
+
+# --------------------------------------------------------------------------------------------------------------- tuning
+
+
+def tune(deadline: float) -> dict[str, Any]:
+    """Times of many plans; the best of each, as lines for TUNED."""
+    from gsoftmax.kernels.triton_ce import Plan
+
+    shapes = {
+        "forward": [(1, 512, 1), (1, 1024, 1), (2, 512, 1), (4, 256, 1), (1, 1024, 2), (1, 2048, 2), (1, 2048, 4),
+                    (1, 4096, 4), (4, 512, 4), (1, 4096, 8)],
+        "backward": [(1, 256, 1), (1, 512, 1), (2, 256, 1), (4, 256, 1), (1, 512, 2), (2, 512, 2), (1, 1024, 4),
+                     (2, 1024, 4), (1, 2048, 4), (1, 2048, 8)],
+    }  # fmt: skip
+    results: dict[str, Any] = {}
+    lines = []
+    for size in (2, 4):
+        tables = [(n, c, dtype) for n, c, dtype, *_ in LOSSES if dtype.itemsize == size]
+        main = max(tables, key=lambda t: t[0] * t[1] if t[0] > 4000 else 0)
+        degree = 6 if size == 2 else 7
+        for kind in ("forward", "backward"):
+            timed: dict[Plan, float] = {}
+            timer = plan_timer(kind, *main)
+
+            def attempt(plan: Plan, timed: dict[Plan, float] = timed, timer: Any = timer) -> None:
+                if plan in timed or time.monotonic() > deadline:
+                    return
+                try:
+                    timed[plan] = timer(plan)
+                except Exception as error:
+                    say(f"    {tuple(plan)}: {type(error).__name__} {str(error)[:90]}")
+
+            say(f"\n{kind}, {name_of(main[0], main[1], dtype=main[2])}: {', '.join(Plan._fields)}")
+            for block_n, block_c, warps in shapes[kind]:
+                attempt(Plan(block_n, block_c, 128, warps, 1, degree, None))
+            for of_interest in sorted(timed, key=timed.__getitem__)[:3]:
+                for change in (
+                    {"registers": 96}, {"registers": 128}, {"registers": 168}, {"rows": 32}, {"rows": 64},
+                    {"rows": 256}, {"rows": 512}, {"stages": 2}, {"stages": 3},
+                ):  # fmt: skip
+                    if kind == "forward" and change.get("registers") == 168:
+                        continue
+                    attempt(of_interest._replace(**change))
+            for of_interest in sorted(timed, key=timed.__getitem__)[:2]:
+                for change in ({"rows": 64}, {"rows": 256}, {"rows": 512}, {"stages": 2}, {"registers": 128}):
+                    attempt(of_interest._replace(**change))
+            order = sorted(timed, key=timed.__getitem__)
+            if not order:
+                continue
+            for plan in order[:10]:
+                say(f"    {timed[plan] * 1e3:8.3f} ms  {tuple(plan)}")
+            for d in (5, 6, 7):
+                attempt(order[0]._replace(degree=d))
+                if order[0]._replace(degree=d) in timed:
+                    say(f"    {timed[order[0]._replace(degree=d)] * 1e3:8.3f} ms  degree {d} of the best")
+            del timer
+            others = {}
+            for t in tables:
+                if t is main:
+                    continue
+                clean()
+                timer = plan_timer(kind, *t)
+                others[t] = {plan: timer(plan) for plan in order[:5] if time.monotonic() < deadline}
+                for plan, seconds in sorted(others[t].items(), key=lambda item: item[1]):
+                    say(f"    {seconds * 1e3:8.3f} ms  {tuple(plan)} at {name_of(t[0], t[1], dtype=t[2])}")
+                del timer
+            clean()
+            best = min(
+                order[:5],
+                key=lambda p: (
+                    timed[p] / timed[order[0]]
+                    + sum(times.get(p, 9.0) / min(times.values()) for times in others.values() if times)
+                ),
+            )
+            lines.append(
+                f'    ("{kind}", {size}): ({best.block_n}, {best.block_c}, {best.rows}, {best.warps}, {best.stages}, '
+                f"{best.registers}),  # {timed[best] * 1e3:.3f} ms"
+            )
+            results[f"{kind}, {size} bytes"] = [{"plan": tuple(p), "ms": timed[p] * 1e3} for p in order]
+    results["linear"] = tune_linear(deadline)
+    say("\nTUNED = {")
+    for line in lines:
+        say(line)
+    say("}")
+    return results
+
+
+def plan_timer(kind: str, n: int, c: int, dtype: torch.dtype) -> Callable[[Any], float]:
+    from gsoftmax.kernels import triton_ce
+
+    x, target, mu, sigma = (v.detach() for v in data(n, c, dtype))
+    rest = (1.0, None, -100, "mean", 0.0)
+    loss, stats = triton_ce.forward(x, target, mu, sigma, *rest, torch.float32)
+    grad, dx = torch.ones((), device="cuda"), torch.empty_like(x)
+    expected = triton_ce.backward(grad, stats, x, target, mu, sigma, *rest, dx=dx)[1].clone()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def timer(plan: Any) -> float:
+        def run() -> Tensor:
+            if kind == "forward":
+                return triton_ce.forward(x, target, mu, sigma, *rest, torch.float32, plan)[0]
+            return triton_ce.backward(grad, stats, x, target, mu, sigma, *rest, dx=dx, cut=plan)[1]
+
+        got, right = run(), loss if kind == "forward" else expected
+        off = ((got - right).norm() / right.norm()).item()
+        if not off < 1e-4:
+            raise ValueError(f"wrong by {off:.1e}")
+        times = []
+        for _ in range(7):
+            start.record()
+            for _ in range(3):
+                run()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 3e3)
+        return sorted(times)[3]
+
+    return timer
+
+
+def tune_linear(deadline: float) -> list[dict[str, Any]]:
+    from gsoftmax.kernels import linear
+
+    clock, usual, found = Clock(), dict(linear.CHUNK), []
+    for n, d, c, *_ in LINEARS:
+        clean()
+        run = linear_contenders(n, d, c)["linear + G-softmax"]
+        for dtype in (torch.float32, torch.bfloat16):
+            for rows in (512, 1024, 2048, 4096):
+                if time.monotonic() > deadline or rows < d:
+                    continue
+                linear.SUM_DTYPE, linear.CHUNK["cuda"] = dtype, rows * c
+                run()
+                ms, gib = sorted(clock(run) for _ in range(5))[2] * 1e3, peak(run)
+                found.append({"size": name_of(n, d, c), "rows": rows, "dW": str(dtype), "ms": ms, "GiB": gib})
+                say(f"    linear {name_of(n, d, c)}: {rows} rows, dW in {dtype}: {ms:.2f} ms, {gib:.2f} GiB")
+        linear.SUM_DTYPE = torch.float32
+        linear.CHUNK.update(usual)
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------- main
+
+
+def bench(quick: bool) -> tuple[list[dict[str, Any]], float]:
+    clock = Clock()
+    copy = copy_bandwidth(clock)
+    say(f"copy bandwidth {copy / 1e12:.2f} TB/s, read and written")
+    rows: list[dict[str, Any]] = []
+    for part in (bench_losses(clock, copy, quick), bench_small(clock, quick), bench_linears(clock, quick)):
+        try:
+            rows.extend(part)
+        except Exception:
+            say(traceback.format_exc())
+            rows.append({"claim": "interrupted by an error", "size": "", "ours ms": None, "peer": "", "peer ms": None,
+                         "ratio": None, "bound": None, "verdict": "MISSED"})  # fmt: skip
+    say("\n" + table([{k: v for k, v in row.items() if k != "details"} for row in rows]))
+    return rows, copy
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="accuracy against float64 instead of speed")
+    parser.add_argument("--tune", action="store_true", help="find the fastest tiles instead")
+    parser.add_argument("--bench", action="store_true", help="speed (what happens without --check and --tune)")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--out", type=Path, help="folder for the JSON instead of results/")
+    parser.add_argument("--seconds", type=float, default=540, help="when --tune must come to an end")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        say("no GPU here: nothing measured")
+        return 2
+    deadline = time.monotonic() + options.seconds
+    import gsoftmax
+
+    say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, gsoftmax {getattr(gsoftmax, '__version__', '?')}")
+    status = 0
+    if options.check:
+        status = int(bool(check().failed))
+    if options.tune:
+        save("tune-gpu", {"provenance": provenance(), "times": tune(deadline)}, options.out)
+    if options.bench or not (options.check or options.tune):
+        rows, copy = bench(options.quick)
+        save("bench-gpu", {"provenance": provenance(), "copy bytes per second": copy, "rows": rows}, options.out)
+    return status
+
+
+def save(name: str, payload: dict[str, Any], folder: Path | None) -> None:
+    if folder is None:
+        say(write(name, payload))
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.json").write_text(json.dumps(payload, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""The compiled CPU kernel (native.c) on tensors: finding the library, and one call."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["INSTRUCTIONS", "evaluate", "unavailable"]
+
+INSTRUCTIONS = {1: "baseline", 2: "AVX2", 3: "AVX-512"}
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+_BAD_LABEL, _BAD_SIGMA = 1, 2
+_NO_STRIDES: tuple[int, ...] = (0, 0, 0)
+# `struct job` of native.c, field by field.
+_pack = struct.Struct("@11Q 4q 9q 3q Q q 3d".replace(" ", "")).pack
+_empty, _empty_like, _get_num_threads = torch.empty, torch.empty_like, torch.get_num_threads
+
+_call: Any = None  # the function, once it has been looked for
+_why = "not looked for"
+_team = 0
+instructions = 0  # 0: the best that the processor has; tests ask for others
+
+
+def unavailable() -> str:
+    """Why the compiled kernel cannot be used, in words; empty when it can."""
+    global _call, _why, _team
+    if _why == "not looked for":
+        _call, _why = _load()
+        # The threads of torch's own OpenMP runtime, which is in the process already, instead of a second pool.
+        team = getattr(ctypes.CDLL(None), "GOMP_parallel", None) if _call else None
+        _team = ctypes.cast(team, ctypes.c_void_p).value or 0 if team else 0
+    return _why
+
+
+def best_instructions() -> int:
+    """The widest instruction set of `INSTRUCTIONS` that this processor has; 0 without the compiled kernel."""
+    return 0 if unavailable() else _library().gsoftmax_best_isa()
+
+
+def _file() -> Path | None:
+    files = (Path(__file__).with_name("_native" + suffix) for suffix in EXTENSION_SUFFIXES)
+    return next((file for file in files if file.exists()), None)
+
+
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(str(_file()))
+
+
+def _load() -> tuple[Any, str]:
+    if _file() is None:
+        return None, "the compiled kernel was not built (no C compiler when the package was installed)"
+    try:
+        library = _library()
+        call = library.gsoftmax_cross_entropy
+    except (OSError, AttributeError) as error:
+        return None, f"the compiled kernel does not load: {error}"
+    call.argtypes, call.restype = [ctypes.c_char_p], ctypes.c_int64
+    library.gsoftmax_best_isa.restype = ctypes.c_int64
+    return call, ""
+
+
+def _strides(v: Tensor) -> tuple[int, ...]:
+    """Of (N, C, S), for any of the shapes that stand for it."""
+    stride = v.stride()
+    return (*stride, 0) if len(stride) == 2 else stride if len(stride) == 3 else (0, *stride, 0)
+
+
+def evaluate(
+    x: Tensor,
+    target: Tensor,
+    mu: Tensor,
+    sigma: Tensor,
+    lam: float,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    want_x: bool,
+    want_gaussians: bool,
+    grad: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The loss in float32 and its gradients dx, dmu, dsigma, those that are wanted, without autograd.
+
+    Everything is on the CPU; x is (N, C), (N, C, d1, ...) or (C,) in float32, bfloat16 or float16, with any strides; mu
+    and sigma are float32.  `grad`, a number or one for each loss with reduction="none", multiplies the gradients.  For
+    an example see `chunked.evaluate`, which takes and gives the same.
+    """
+    if _call is None and unavailable():
+        raise RuntimeError(_why)
+    shape = x.shape
+    dims = len(shape)
+    x = x if dims < 4 else x.flatten(2)
+    c = shape[1] if dims > 1 else shape[0]
+    n, s = (x.shape[0], x.shape[2]) if dims > 2 else (shape[0], 1) if dims == 2 else (1, 1)
+    probabilities = target.is_floating_point()
+    prob_strides = _NO_STRIDES
+    if probabilities:
+        target = target.to(torch.float32)
+        target = target if dims < 4 else target.flatten(2)
+        prob_strides = _strides(target)
+    else:
+        if target.dtype is not torch.int64:
+            target = target.long()
+        if not target.is_contiguous():
+            target = target.contiguous()
+    if not mu.is_contiguous():
+        mu = mu.contiguous()
+    if not sigma.is_contiguous():
+        sigma = sigma.contiguous()
+    if weight is not None:
+        weight = weight.to(torch.float32).contiguous()
+    row_grad, scale = None, 1.0
+    if reduction == "none":
+        loss = _empty(shape[:1] + shape[2:] if dims > 1 else (), dtype=torch.float32)
+        row_grad = None if grad is None else grad.to(torch.float32).contiguous()
+    else:
+        loss = _empty((), dtype=torch.float32)
+        scale = 1.0 if grad is None else float(grad)
+    dx = dmu = dsigma = None
+    dx_strides = _NO_STRIDES
+    if want_x:
+        dx = _empty_like(x)
+        dx_strides = _strides(dx)
+    if want_gaussians:
+        dmu, dsigma = _empty_like(mu), _empty_like(mu)
+
+    label, prob = (0, target.data_ptr()) if probabilities else (target.data_ptr(), 0)
+    failed = _call(
+        _pack(
+            x.data_ptr(),
+            0 if dx is None else dx.data_ptr(),
+            label,
+            prob,
+            mu.data_ptr(),
+            sigma.data_ptr(),
+            0 if weight is None else weight.data_ptr(),
+            0 if row_grad is None else row_grad.data_ptr(),
+            loss.data_ptr(),
+            0 if dmu is None else dmu.data_ptr(),
+            0 if dsigma is None else dsigma.data_ptr(),
+            _DTYPES[x.dtype],
+            n,
+            c,
+            s,
+            *_strides(x),
+            *dx_strides,
+            *prob_strides,
+            ignore_index,
+            _REDUCTIONS[reduction],
+            _get_num_threads(),
+            _team,
+            instructions,
+            lam,
+            label_smoothing,
+            scale,
+        )
+    )
+    if failed:
+        from ..functional import _check_sigma, _label_error
+
+        if failed == _BAD_LABEL:
+            raise _label_error(target, c, ignore_index)
+        if failed == _BAD_SIGMA:
+            _check_sigma(sigma)
+        raise MemoryError(f"no memory for the scratch space of {c} classes")
+    if dims > 3 and dx is not None:
+        dx = dx.view(shape)
+    return loss, dx, dmu, dsigma

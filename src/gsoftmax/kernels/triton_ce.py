@@ -1,0 +1,884 @@
+"""Cross entropy of G-softmax on a GPU: Triton kernels and their autograd glue.
+
+With u = (x - mu) / sigma and z = x + lam * Phi(u), the loss of a row and its gradients are
+
+    loss = b (lse - z_t) + sum_c k_c (lse - z_c)        lse = log sum_c exp z_c
+    dz_c = (b + K) p_c - k_c - b [c = t]                K = sum_c k_c,  p_c = exp(z_c - lse)
+    dx_c = dz_c (1 + lam phi(u_c) / sigma_c)
+    dmu_c = -sum over rows of dz_c lam phi(u_c) / sigma_c, and dsigma_c is the same times u_c,
+
+which covers every option: t is the label, b = (1 - smoothing) weight_t and k_c = smoothing / C weight_c; where targets
+are probabilities y, b = 0 and k_c = weight_c ((1 - smoothing) y_c + smoothing / C).
+
+What takes time is reading x twice and writing dx once and, close behind, arithmetic: a GPU moves a bfloat16 in the
+time of some twenty instructions, of which two or three may be special functions.  So
+
+* lse is kept as m = max x and s = sum exp(z - m), which loses no digits where all x are large and costs no more: 1 / s
+  goes into the row's factor;
+* everything is in base 2, and all z are shifted by -lam / 2, which a softmax does not notice: what is added to x is
+  then +-lam (1/2 - Phi(-|u|)), a subtraction and a sign;
+* Phi(-t) = exp2(P(t)), P a polynomial fitted for the error of Phi: one special function where the usual erf
+  polynomials take two, an exponential and a reciprocal.  phi takes another exp2 in the backward pass, and must hold
+  far into the tail, because it is divided by sigma;
+* a program keeps mu, sigma and the sums for their gradients in registers for a tile of classes, and walks down rows;
+* rows wider than a tile are put together by a second, small kernel, and sums over groups of rows are added at the end,
+  both in a fixed order: no atomics, the same bits every time.
+
+Nothing here waits for the GPU.  A label outside of 0 ... C - 1 that is not `ignore_index` can't raise for that reason:
+its row's loss and gradient are NaN.
+"""
+
+# Kernels have no Python types, and neither have the decorators that make them.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+# Kernels keep u times ROOT, so that exp(-u^2 / 2) is exp2(-u^2).
+ROOT = tl.constexpr(0.8493218002880191)
+# P is followed to here; Phi(-t) is then 1.6e-8, and stays there.
+T_MAX = tl.constexpr(4.7)
+# 1 / sigma must not overflow.
+SIGMA_MIN = tl.constexpr(1e-30)
+
+# The constants of the polynomials in `_bend`, by degree; the errors of Phi are 3.2e-7, 1.4e-7 and 8e-8.
+P_0 = {5: -1.0000008344650269, 6: -0.9999997019767761, 7: -0.9999998807907104}
+# exp2(+-lam / 2), summed over all classes, must stay within float32.
+LAM_MAX = 100.0
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+# -------------------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def _bend(x, mu, r, half, c0, DEGREE: tl.constexpr):
+    """log2(e) * lam * (Phi(u) - 1/2), which the distribution term adds to x in base 2, and u * ROOT.
+
+    r = ROOT / sigma, half = log2(e) * lam / 2, c0 = P(0) + log2(2 * half).
+    """
+    u = (x - mu) * r
+    t = tl.minimum(tl.abs(u), T_MAX)
+    if DEGREE == 5:
+        a = tl.fma(t, -0.0011740528279915452, 0.014196811243891716)
+        a = tl.fma(a, t, -0.08575449138879776)
+        a = tl.fma(a, t, -0.6366927027702332)
+        a = tl.fma(a, t, -1.3552968502044678)
+    elif DEGREE == 6:
+        a = tl.fma(t, 5.108963159727864e-05, -0.001490290043875575)
+        a = tl.fma(a, t, 0.0149025684222579)
+        a = tl.fma(a, t, -0.08645211905241013)
+        a = tl.fma(a, t, -0.6363925933837891)
+        a = tl.fma(a, t, -1.3553426265716553)
+    else:
+        a = tl.fma(t, 2.6569634428597055e-05, -0.0001436101010767743)
+        a = tl.fma(a, t, -0.0009531560936011374)
+        a = tl.fma(a, t, 0.014200792647898197)
+        a = tl.fma(a, t, -0.08600437641143799)
+        a = tl.fma(a, t, -0.6365213990211487)
+        a = tl.fma(a, t, -1.3553295135498047)
+    w = half - tl.exp2(tl.fma(a, t, c0))
+    sign = (u.to(tl.int32, bitcast=True) >> 31) << 31
+    return (w.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True), u
+
+
+@triton.jit
+def _along(cols, stride, UNIT: tl.constexpr):
+    """Offsets of columns, 64 bits wide where a stride may carry them past 2^31."""
+    if UNIT:
+        return cols
+    else:
+        return cols.to(tl.int64) * stride
+
+
+@triton.jit
+def _finish(
+    rows, ok, top, total, dense, mass, x, target, mu, sigma, weight, stats, out, N, C, sx_n, sx_c, st_n,
+    half, c0, keep, ignore,
+    GAUSS: tl.constexpr, HARD: tl.constexpr, DENSE: tl.constexpr, WEIGHT: tl.constexpr, UNIT: tl.constexpr,
+    REDUCTION: tl.constexpr, WHOLE: tl.constexpr, DEGREE: tl.constexpr,
+):  # fmt: skip
+    """Write the loss of rows, and for the backward pass m, 1 / s, b and K, from m and the sums over classes.
+
+    stats: (N,) each of m, 1 / s, b for class indices, K where k is not 0; then, for the mean, its divisor.  out: the
+    loss itself where the reduction is "none" or one program has all rows (WHOLE), else (2, N): losses, and shares in
+    the divisor.  A row that does not count has m = inf, so that p = 0, whatever it holds.
+    """
+    depth = tl.log2(total)
+    loss = tl.zeros_like(top)
+    share = loss + 1.0
+    spot = stats + rows
+    if DENSE:
+        loss = (mass * depth - dense) * LN2
+    if HARD:
+        t = tl.load(target + rows.to(tl.int64) * st_n, mask=ok, other=0).to(tl.int64)
+        counts = t != ignore
+        known = ok & counts & (t >= 0) & (t < C)
+        t = tl.where(known, t, 0).to(tl.int32)
+        xt = tl.load(x + rows.to(tl.int64) * sx_n + _along(t, sx_c, UNIT), mask=known, other=0.0).to(tl.float32)
+        zt = (xt - top) * LOG2E
+        if GAUSS:
+            mt = tl.load(mu + t, mask=known, other=0.0)
+            rt = 1.0 / tl.maximum(tl.load(sigma + t, mask=known, other=1.0), SIGMA_MIN) * ROOT
+            w, _ = _bend(xt, mt, rt, half, c0, DEGREE)
+            zt += w
+        if WEIGHT:
+            share = tl.load(weight + t, mask=known, other=0.0).to(tl.float32)
+        share = tl.where(counts, tl.where(known, share, float("nan")), 0.0)
+        b = share * keep
+        loss = tl.where(counts, loss + b * (depth - zt) * LN2, 0.0)
+        top = tl.where(counts, top, float("inf"))
+        mass = tl.where(counts, mass, 0.0)
+        tl.store(spot + 2 * N, b, mask=ok)
+    tl.store(spot, top, mask=ok)
+    tl.store(spot + N, 1.0 / total, mask=ok)
+    if DENSE:
+        tl.store(spot + (3 * N if HARD else 2 * N), mass, mask=ok)
+    if WHOLE:
+        loss = tl.sum(tl.where(ok, loss, 0.0), 0)
+        if REDUCTION == "mean":
+            divisor = tl.sum(tl.where(ok, share, 0.0), 0)
+            tl.store(stats + (4 * N if HARD and DENSE else 3 * N), divisor)
+            loss = loss / divisor
+        tl.store(out, loss)
+    else:
+        tl.store(out + rows, loss, mask=ok)
+        if REDUCTION == "mean":
+            tl.store(out + N + rows, share, mask=ok)
+
+
+@triton.jit
+def _forward_rows(
+    first, last, tile, T, x, target, mu, sigma, weight, parts, stats, out,
+    N, C, sx_n, sx_c, st_n, st_c, half, c0, keep, spread, ignore,
+    GAUSS: tl.constexpr, HARD: tl.constexpr, DENSE: tl.constexpr, WEIGHT: tl.constexpr, UNIT: tl.constexpr,
+    REDUCTION: tl.constexpr, WHOLE: tl.constexpr, SINGLE: tl.constexpr, MASK: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, DEGREE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    cols = tile * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = cols < C
+    if GAUSS:
+        m = tl.load(mu + cols, mask=inside, other=0.0)[None, :]
+        r = (1.0 / tl.maximum(tl.load(sigma + cols, mask=inside, other=1.0), SIGMA_MIN) * ROOT)[None, :]
+    if DENSE:
+        wc = tl.where(inside, 1.0, 0.0)
+        if WEIGHT:
+            wc = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
+    for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+        rows = n + tl.arange(0, BLOCK_N)
+        ok = rows < N
+        at = x + rows.to(tl.int64)[:, None] * sx_n + _along(cols, sx_c, UNIT)[None, :]
+        if MASK:
+            xs = tl.load(at, mask=ok[:, None] & inside[None, :], other=float("-inf")).to(tl.float32)
+        else:
+            xs = tl.load(at).to(tl.float32)
+        top = tl.max(xs, 1)
+        # Where all classes of the tile are masked, -inf - -inf would be NaN.
+        z = xs - tl.where(top == float("-inf"), 0.0, top)[:, None]
+        if GAUSS:
+            w, _ = _bend(xs, m, r, half, c0, DEGREE)
+            z = tl.fma(z, LOG2E, w)
+        else:
+            z = z * LOG2E
+        total = tl.sum(tl.exp2(z), 1)
+        dense = total
+        mass = total
+        if DENSE:
+            k = (spread * wc)[None, :] + tl.zeros([BLOCK_N, 1], tl.float32)
+            if not HARD:
+                at_y = target + rows.to(tl.int64)[:, None] * st_n + cols.to(tl.int64)[None, :] * st_c
+                y = tl.load(at_y, mask=ok[:, None] & inside[None, :], other=0.0).to(tl.float32)
+                k += keep * wc[None, :] * y
+            # Past the last class z is -inf, and 0 * -inf would be NaN.
+            dense = tl.sum(tl.where(inside[None, :], k * z, 0.0), 1)
+            mass = tl.sum(k, 1)
+        if SINGLE:
+            _finish(
+                rows, ok, top, total, dense, mass, x, target, mu, sigma, weight, stats, out, N, C, sx_n, sx_c, st_n,
+                half, c0, keep, ignore, GAUSS, HARD, DENSE, WEIGHT, UNIT, REDUCTION, WHOLE, DEGREE,
+            )  # fmt: skip
+        else:
+            part = parts + rows.to(tl.int64) * T + tile
+            plane = N.to(tl.int64) * T
+            tl.store(part, top, mask=ok)
+            tl.store(part + plane, total, mask=ok)
+            if DENSE:
+                tl.store(part + 2 * plane, dense, mask=ok)
+                tl.store(part + 3 * plane, mass, mask=ok)
+
+
+@triton.jit(do_not_specialize=["N", "T", "rows_each", "ignore"])
+def _forward_kernel(
+    x, target, mu, sigma, weight, parts, stats, out,
+    N, C, T, sx_n, sx_c, st_n, st_c, rows_each, half, c0, keep, spread, ignore,
+    GAUSS: tl.constexpr, HARD: tl.constexpr, DENSE: tl.constexpr, WEIGHT: tl.constexpr, UNIT: tl.constexpr,
+    REDUCTION: tl.constexpr, WHOLE: tl.constexpr, SINGLE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, DEGREE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A tile of classes, `rows_each` rows: the loss where the tile is the whole row, else its parts (2 or 4, N, T)."""
+    program = tl.program_id(0)
+    tile = program % T
+    first = (program // T) * rows_each
+    last = tl.minimum(first + rows_each, N)
+    # Masks cost instructions; only tiles at the edge need them.
+    if SINGLE:
+        _forward_rows(
+            first, last, tile, T, x, target, mu, sigma, weight, parts, stats, out,
+            N, C, sx_n, sx_c, st_n, st_c, half, c0, keep, spread, ignore, GAUSS, HARD, DENSE, WEIGHT, UNIT,
+            REDUCTION, WHOLE, SINGLE, True, BLOCK_N, BLOCK_C, DEGREE, STAGES,
+        )  # fmt: skip
+    elif ((tile + 1) * BLOCK_C <= C) & ((last - first) % BLOCK_N == 0):
+        _forward_rows(
+            first, last, tile, T, x, target, mu, sigma, weight, parts, stats, out,
+            N, C, sx_n, sx_c, st_n, st_c, half, c0, keep, spread, ignore, GAUSS, HARD, DENSE, WEIGHT, UNIT,
+            REDUCTION, WHOLE, SINGLE, False, BLOCK_N, BLOCK_C, DEGREE, STAGES,
+        )  # fmt: skip
+    else:
+        _forward_rows(
+            first, last, tile, T, x, target, mu, sigma, weight, parts, stats, out,
+            N, C, sx_n, sx_c, st_n, st_c, half, c0, keep, spread, ignore, GAUSS, HARD, DENSE, WEIGHT, UNIT,
+            REDUCTION, WHOLE, SINGLE, True, BLOCK_N, BLOCK_C, DEGREE, STAGES,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["N", "T", "ignore"])
+def _combine_kernel(
+    x, target, mu, sigma, weight, parts, stats, out,
+    N, C, T, sx_n, sx_c, st_n, half, c0, keep, ignore,
+    GAUSS: tl.constexpr, HARD: tl.constexpr, DENSE: tl.constexpr, WEIGHT: tl.constexpr, UNIT: tl.constexpr,
+    REDUCTION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, DEGREE: tl.constexpr,
+):  # fmt: skip
+    """The loss of rows from their parts (2 or 4, N, T): largest x, sum of exp2, the two sums over k."""
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    ok = rows < N
+    # Sums are kept apart by lane until the end: Triton 3.6 cannot compile a reduction inside such a loop.
+    lanes = tl.full([BLOCK_N, BLOCK_T], float("-inf"), tl.float32)
+    for t in range(0, T, BLOCK_T):
+        tiles = t + tl.arange(0, BLOCK_T)
+        both = ok[:, None] & (tiles < T)[None, :]
+        part = parts + rows.to(tl.int64)[:, None] * T + tiles[None, :]
+        lanes = tl.maximum(lanes, tl.load(part, mask=both, other=float("-inf")))
+    top = tl.max(lanes, 1)
+    plane = N.to(tl.int64) * T
+    totals = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    denses = totals
+    masses = totals
+    for t in range(0, T, BLOCK_T):
+        tiles = t + tl.arange(0, BLOCK_T)
+        both = ok[:, None] & (tiles < T)[None, :]
+        part = parts + rows.to(tl.int64)[:, None] * T + tiles[None, :]
+        down = (tl.load(part, mask=both, other=float("-inf")) - top[:, None]) * LOG2E
+        totals += tl.load(part + plane, mask=both, other=0.0) * tl.exp2(down)
+        if DENSE:
+            k = tl.load(part + 3 * plane, mask=both, other=0.0)
+            denses += tl.where(both, tl.load(part + 2 * plane, mask=both, other=0.0) + k * down, 0.0)
+            masses += k
+    total = tl.sum(totals, 1)
+    dense = tl.sum(denses, 1)
+    mass = tl.sum(masses, 1)
+    _finish(
+        rows, ok, top, total, dense, mass, x, target, mu, sigma, weight, stats, out, N, C, sx_n, sx_c, st_n,
+        half, c0, keep, ignore, GAUSS, HARD, DENSE, WEIGHT, UNIT, REDUCTION, False, DEGREE,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["N", "at_divisor"])
+def _reduce_kernel(rows, stats, out, N, at_divisor, MEAN: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum or mean of rows (2, N): losses and shares in the divisor."""
+    loss = tl.zeros([BLOCK], tl.float32)
+    share = tl.zeros([BLOCK], tl.float32)
+    for n in range(0, N, BLOCK):
+        at = n + tl.arange(0, BLOCK)
+        loss += tl.load(rows + at, mask=at < N, other=0.0)
+        if MEAN:
+            share += tl.load(rows + N + at, mask=at < N, other=0.0)
+    result = tl.sum(loss, 0)
+    if MEAN:
+        by = tl.sum(share, 0)
+        tl.store(stats + at_divisor, by)
+        result = result / by
+    tl.store(out, result)
+
+
+@triton.jit
+def _backward_rows(
+    first, last, tile, group, groups, x, target, mu, sigma, weight, grad, stats, dx, parts,
+    N, C, sx_n, sx_c, st_n, st_c, sd_n, sd_c, sg_n, half, c0, steep, keep, spread,
+    GAUSS: tl.constexpr, HARD: tl.constexpr, DENSE: tl.constexpr, WEIGHT: tl.constexpr, UNIT: tl.constexpr,
+    MEAN: tl.constexpr, EACH: tl.constexpr, NEED_X: tl.constexpr, NEED_MU: tl.constexpr, NEED_SIGMA: tl.constexpr,
+    SINGLE: tl.constexpr, MASK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, DEGREE: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    cols = tile * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = cols < C
+    if GAUSS:
+        m = tl.load(mu + cols, mask=inside, other=0.0)[None, :]
+        r = (1.0 / tl.maximum(tl.load(sigma + cols, mask=inside, other=1.0), SIGMA_MIN) * ROOT)[None, :]
+        peak = tl.log2(r * steep)  # of lam * phi(0) / sigma
+    if DENSE:
+        wc = tl.where(inside, 1.0, 0.0)
+        if WEIGHT:
+            wc = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
+    if not EACH:
+        g = tl.load(grad).to(tl.float32)
+        if MEAN:
+            by = tl.load(stats + (4 * N if HARD and DENSE else 3 * N))
+            g = tl.where(by == 0.0, 0.0, g / by)  # no row counts
+    sum_mu = tl.zeros([BLOCK_C], tl.float32)
+    sum_sigma = tl.zeros([BLOCK_C], tl.float32)
+    for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+        rows = n + tl.arange(0, BLOCK_N)
+        ok = rows < N
+        at = x + rows.to(tl.int64)[:, None] * sx_n + _along(cols, sx_c, UNIT)[None, :]
+        if MASK:
+            both = ok[:, None] & inside[None, :]
+            xs = tl.load(at, mask=both, other=float("-inf")).to(tl.float32)
+        else:
+            xs = tl.load(at).to(tl.float32)
+        if EACH:
+            g = tl.load(grad + rows.to(tl.int64) * sg_n, mask=ok, other=0.0).to(tl.float32)
+        top = tl.load(stats + rows, mask=ok, other=float("inf"))
+        a = tl.zeros([BLOCK_N], tl.float32)
+        if HARD:
+            t = tl.load(target + rows.to(tl.int64) * st_n, mask=ok, other=-1).to(tl.int32)
+            b = tl.load(stats + 2 * N + rows, mask=ok, other=0.0) * g
+            a = b
+        if DENSE:
+            a += tl.load(stats + (3 * N if HARD else 2 * N) + rows, mask=ok, other=0.0) * g
+        a *= tl.load(stats + N + rows, mask=ok, other=0.0)
+        z = xs - top[:, None]
+        if GAUSS:
+            w, u = _bend(xs, m, r, half, c0, DEGREE)
+            z = tl.fma(z, LOG2E, w)
+        else:
+            z = z * LOG2E
+        d = tl.exp2(z) * a[:, None]
+        if DENSE:
+            k = (spread * wc)[None, :] + tl.zeros([BLOCK_N, 1], tl.float32)
+            if not HARD:
+                at_y = target + rows.to(tl.int64)[:, None] * st_n + cols.to(tl.int64)[None, :] * st_c
+                y = tl.load(at_y, mask=ok[:, None] & inside[None, :], other=0.0).to(tl.float32)
+                k += keep * wc[None, :] * y
+            d -= tl.where(top == float("inf"), 0.0, g)[:, None] * k
+        if HARD:
+            if SINGLE:
+                d -= tl.where(cols[None, :] == t[:, None], b[:, None], 0.0)
+            else:
+                # Few tiles hold a label, so the others skip looking for it.
+                near = t - tile * BLOCK_C
+                if tl.max(((near >= 0) & (near < BLOCK_C)).to(tl.int32), 0) > 0:
+                    d -= tl.where(cols[None, :] == t[:, None], b[:, None], 0.0)
+        dx_tile = d
+        if GAUSS:
+            if NEED_SIGMA:
+                u = tl.maximum(u, -1e30)  # x = -inf: phi is 0 there, and 0 * inf would be NaN
+            ds = d * tl.exp2(tl.fma(-u, u, peak))
+            dx_tile = d + ds
+            if NEED_MU:
+                sum_mu += tl.sum(ds, 0)
+            if NEED_SIGMA:
+                sum_sigma += tl.sum(ds * u, 0)
+        if NEED_X:
+            at_dx = dx + rows.to(tl.int64)[:, None] * sd_n + _along(cols, sd_c, UNIT)[None, :]
+            if MASK:
+                tl.store(at_dx, dx_tile.to(dx.dtype.element_ty), mask=both)
+            else:
+                tl.store(at_dx, dx_tile.to(dx.dtype.element_ty))
+    part = parts
+    if NEED_MU or NEED_SIGMA:
+        part += group.to(tl.int64) * C + cols
+    if NEED_MU:
+        tl.store(part, -sum_mu, mask=inside)
+        part += groups.to(tl.int64) * C
+    if NEED_SIGMA:
+        tl.store(part, -sum_sigma / ROOT, mask=inside)
+
+
+@triton.jit(do_not_specialize=["N", "T", "rows_each"])
+def _backward_kernel(
+    x, target, mu, sigma, weight, grad, stats, dx, parts,
+    N, C, T, sx_n, sx_c, st_n, st_c, sd_n, sd_c, sg_n, rows_each, half, c0, steep, keep, spread,
+    GAUSS: tl.constexpr, HARD: tl.constexpr, DENSE: tl.constexpr, WEIGHT: tl.constexpr, UNIT: tl.constexpr,
+    MEAN: tl.constexpr, EACH: tl.constexpr, NEED_X: tl.constexpr, NEED_MU: tl.constexpr, NEED_SIGMA: tl.constexpr,
+    SINGLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, DEGREE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dx of a tile of classes and `rows_each` rows, and the group's parts (1 or 2, groups, C) of dmu and dsigma."""
+    program = tl.program_id(0)
+    tile = program % T
+    # The last rows first: they are what the forward pass left in the cache.
+    groups = tl.num_programs(0) // T
+    group = groups - 1 - program // T
+    first = group * rows_each
+    last = tl.minimum(first + rows_each, N)
+    if SINGLE:
+        _backward_rows(
+            first, last, tile, group, groups, x, target, mu, sigma, weight, grad, stats, dx, parts,
+            N, C, sx_n, sx_c, st_n, st_c, sd_n, sd_c, sg_n, half, c0, steep, keep, spread,
+            GAUSS, HARD, DENSE, WEIGHT, UNIT, MEAN, EACH, NEED_X, NEED_MU, NEED_SIGMA, SINGLE, True,
+            BLOCK_N, BLOCK_C, DEGREE, STAGES,
+        )  # fmt: skip
+    elif ((tile + 1) * BLOCK_C <= C) & ((last - first) % BLOCK_N == 0):
+        _backward_rows(
+            first, last, tile, group, groups, x, target, mu, sigma, weight, grad, stats, dx, parts,
+            N, C, sx_n, sx_c, st_n, st_c, sd_n, sd_c, sg_n, half, c0, steep, keep, spread,
+            GAUSS, HARD, DENSE, WEIGHT, UNIT, MEAN, EACH, NEED_X, NEED_MU, NEED_SIGMA, SINGLE, False,
+            BLOCK_N, BLOCK_C, DEGREE, STAGES,
+        )  # fmt: skip
+    else:
+        _backward_rows(
+            first, last, tile, group, groups, x, target, mu, sigma, weight, grad, stats, dx, parts,
+            N, C, sx_n, sx_c, st_n, st_c, sd_n, sd_c, sg_n, half, c0, steep, keep, spread,
+            GAUSS, HARD, DENSE, WEIGHT, UNIT, MEAN, EACH, NEED_X, NEED_MU, NEED_SIGMA, SINGLE, True,
+            BLOCK_N, BLOCK_C, DEGREE, STAGES,
+        )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------ launching
+
+INTERPRETED = not isinstance(_reduce_kernel, triton.runtime.JITFunction)
+
+
+class Plan(NamedTuple):
+    """How a kernel is cut: a tile of block_n rows and block_c classes, `rows` rows to a program."""
+
+    block_n: int
+    block_c: int
+    rows: int
+    warps: int
+    stages: int = 1
+    degree: int = 6
+    registers: int | None = None  # a limit, for more programs at a time
+
+
+# For rows of more than one tile: block_n, block_c, rows, warps, stages, registers.  `python -m benchmarks.gpu --tune`
+# measures them.
+TUNED = {
+    ("forward", 2): (1, 1024, 64, 1, 3, None),
+    ("forward", 4): (4, 256, 64, 1, 3, None),
+    ("backward", 2): (2, 256, 128, 1, 1, None),
+    ("backward", 4): (2, 1024, 256, 4, 1, None),
+}
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _power_of_2(a: int) -> int:
+    """The smallest power of 2 that is not below a."""
+    return 1 << (a - 1).bit_length()
+
+
+@lru_cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@lru_cache(maxsize=1024)
+def plan(kind: str, rows: int, classes: int, itemsize: int, device: torch.device) -> Plan:
+    """The tile for a table of this size; `kind` is "forward" or "backward"."""
+    degree = 7 if itemsize == 4 else 6
+    block_n, block_c, each, warps, stages, registers = TUNED[kind, itemsize]
+    if classes <= 1024:
+        # A tile holds whole rows, several where they are short.
+        block_c, stages, registers = max(16, _power_of_2(classes)), 1, None
+        block_n = min(max(1, 2048 // block_c), _power_of_2(rows))
+        warps = min(4, max(1, block_n * block_c // 512))
+    # Enough programs to fill the GPU several times over come before long walks down the rows.
+    waves = 2 if kind == "backward" and classes <= block_c else 8
+    groups = max(1, waves * _processors(device) // _cdiv(classes, block_c))
+    each = min(each, block_n * max(1, _cdiv(rows, groups * block_n)))
+    return Plan(block_n, block_c, max(block_n, each // block_n * block_n), warps, stages, degree, registers)
+
+
+def _constants(lam: float, degree: int) -> tuple[float, float, float]:
+    """half, c0 and steep of the kernels: log2(e) lam / 2, P(0) + log2(log2(e) lam), and lam phi(0) / ROOT."""
+    if lam == 0:
+        return 0.0, 0.0, 0.0
+    twice = lam * LOG2E.value
+    return twice / 2, P_0[degree] + math.log2(twice), lam / (math.sqrt(2 * math.pi) * ROOT.value)
+
+
+# Kernels compiled for calls seen before.  Triton looks at every argument of a launch to find the kernel that fits; for
+# a small table that takes longer than the work, and everything it looks at is in the key.
+_compiled: dict[Any, dict[Any, Any]] = {}
+
+
+def _seen(key: Any, *tensors: Tensor | None) -> dict[Any, Any]:
+    """The kernels compiled for calls like this one; where arrays start at multiples of 16 bytes is part of "like"."""
+    together = 0
+    for v in tensors:
+        if v is not None:
+            together |= v.data_ptr()
+    if together % 16:
+        key = key, tuple(v is None or v.data_ptr() % 16 == 0 for v in tensors)
+    seen = _compiled.get(key)
+    if seen is None:
+        if len(_compiled) >= 4096:  # every batch has another size
+            _compiled.clear()
+        seen = _compiled[key] = {}
+    return seen
+
+
+def _launch(
+    seen: dict[Any, Any], kernel: Any, programs: int, args: tuple[Any, ...], warps: int, registers: int | None = None
+) -> None:
+    compiled = seen.get(kernel)
+    if compiled is not None:
+        compiled[programs, 1, 1](*args)
+        return
+    options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": True}
+    if registers:
+        options["maxnreg"] = registers
+    compiled = kernel[(programs,)](*args, **options)
+    if compiled is not None:  # as it is in the interpreter
+        seen[kernel] = compiled
+
+
+def _on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Triton launches on the current device, which may not be the one that holds the first argument."""
+
+    @wraps(function)
+    def call(first: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if first.is_cuda and first.device.index != torch.cuda.current_device():
+            with torch.cuda.device(first.device):
+                return function(first, *args, **kwargs)
+        return function(first, *args, **kwargs)
+
+    return call
+
+
+@_on_its_device
+def forward(
+    x: Tensor,  # (N, C)
+    target: Tensor,  # (N,) or (N, C)
+    mu: Tensor,
+    sigma: Tensor,
+    lam: float,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    dtype: torch.dtype,
+    cut: Plan | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The loss in `dtype`, and what the backward pass needs: m, 1 / s, b, K and the divisor (see `_finish`)."""
+    (n, c), (sx_n, sx_c), st = x.shape, x.stride(), target.stride()
+    hard = len(st) == 1
+    st_n, st_c = (st[0], 0) if hard else st
+    dense = not hard or label_smoothing > 0
+    device = x.device
+    if cut is None:
+        cut = plan("forward", n, c, x.element_size(), device)
+    half, c0, _ = _constants(lam, cut.degree)
+    tiles = _cdiv(c, cut.block_c)
+    single, whole = tiles == 1, tiles == 1 and n <= cut.block_n and reduction != "none"
+    size = (2 + hard + dense) * n
+    stats = torch.empty(size + (reduction == "mean"), dtype=torch.float32, device=device)
+    loss = torch.empty(n if reduction == "none" else (), dtype=dtype, device=device)
+    rows = loss if whole or reduction == "none" else torch.empty((2, n), dtype=torch.float32, device=device)
+    parts = None if single else torch.empty((4 if dense else 2, n, tiles), dtype=torch.float32, device=device)
+    flags = (lam != 0, hard, dense, weight is not None, sx_c == 1, reduction)
+    key = (
+        "forward", n, c, sx_n, sx_c, st, x.dtype, target.dtype, None if weight is None else weight.dtype, dtype, device,
+        ignore_index, flags, cut,
+    )  # fmt: skip
+    seen = _seen(key, x, target, mu, sigma, weight)
+    args = (x, target, mu, sigma, weight, parts, stats, rows, n, c, tiles, sx_n, sx_c, st_n)
+    keep = 1.0 - label_smoothing
+    _launch(
+        seen, _forward_kernel, tiles * _cdiv(n, cut.rows),
+        (*args, st_c, cut.rows, half, c0, keep, label_smoothing / c, ignore_index, *flags, whole, single,
+         cut.block_n, cut.block_c, cut.degree, cut.stages),
+        cut.warps, cut.registers,
+    )  # fmt: skip
+    if not single:
+        block_t = min(1024, _power_of_2(tiles))
+        block_n = max(1, min(1024 // block_t, _power_of_2(n)))
+        _launch(
+            seen, _combine_kernel, _cdiv(n, block_n),
+            (*args, half, c0, keep, ignore_index, *flags, block_n, block_t, cut.degree), 4,
+        )  # fmt: skip
+    if rows is not loss:
+        if n > 1 << 17:  # too long for one program
+            rows = rows.sum(1, keepdim=True)
+        block = min(2048, _power_of_2(n))
+        _launch(seen, _reduce_kernel, 1, (rows, stats, loss, rows.shape[1], size, reduction == "mean", block), 8)
+    return loss, stats
+
+
+@_on_its_device
+def backward(
+    grad: Tensor,  # () or (N,)
+    stats: Tensor,
+    x: Tensor,
+    target: Tensor,
+    mu: Tensor,
+    sigma: Tensor,
+    lam: float,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    need: tuple[bool, bool, bool] = (True, True, True),
+    dx: Tensor | None = None,
+    cut: Plan | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dx, dmu and dsigma, those that are needed; dx may be x itself."""
+    (n, c), (sx_n, sx_c), st = x.shape, x.stride(), target.stride()
+    hard = len(st) == 1
+    st_n, st_c = (st[0], 0) if hard else st
+    dense = not hard or label_smoothing > 0
+    need_x, need_mu, need_sigma = need[0], need[1] and lam != 0, need[2] and lam != 0
+    if cut is None:
+        cut = plan("backward", n, c, x.element_size(), x.device)
+    half, c0, steep = _constants(lam, cut.degree)
+    tiles, groups = _cdiv(c, cut.block_c), _cdiv(n, cut.rows)
+    if need_x and dx is None:
+        dx = torch.empty_like(x)
+    parts = None
+    if need_mu or need_sigma:
+        shape = (need_mu + need_sigma, c) if groups == 1 else (need_mu + need_sigma, groups, c)
+        parts = torch.empty(shape, dtype=torch.float32, device=x.device)
+    sd_n, sd_c = (0, 1) if dx is None else dx.stride()
+    sg_n = grad.stride(0) if grad.ndim else 0
+    flags = (lam != 0, hard, dense, weight is not None, sx_c == 1 and sd_c == 1, reduction == "mean", grad.ndim > 0,
+             need_x, need_mu, need_sigma, tiles == 1)  # fmt: skip
+    key = (
+        "backward", n, c, sx_n, sx_c, st, sd_n, sd_c, sg_n, x.dtype, target.dtype,
+        None if weight is None else weight.dtype, grad.dtype, x.device, flags, cut,
+    )  # fmt: skip
+    if need_x or parts is not None:
+        _launch(
+            _seen(key, x, target, mu, sigma, weight, grad, dx), _backward_kernel, tiles * groups,
+            (x, target, mu, sigma, weight, grad, stats, dx, parts, n, c, tiles, sx_n, sx_c, st_n, st_c,
+             sd_n, sd_c, sg_n, cut.rows, half, c0, steep, 1.0 - label_smoothing, label_smoothing / c, *flags,
+             cut.block_n, cut.block_c, cut.degree, cut.stages),
+            cut.warps, cut.registers,
+        )  # fmt: skip
+    sums = () if parts is None else (parts if groups == 1 else parts.sum(1)).unbind()
+    dmu = None if not need[1] else sums[0] if need_mu else torch.zeros_like(mu)
+    dsigma = None if not need[2] else sums[-1] if need_sigma else torch.zeros_like(sigma)
+    return dx if need_x else None, dmu, dsigma
+
+
+# ------------------------------------------------------------------------------------------------------------- autograd
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The eager path: as little as possible between the call and the kernels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, mu: Tensor, sigma: Tensor, target: Tensor, weight: Tensor | None, options: tuple[Any, ...]
+    ) -> Tensor:
+        loss, stats = forward(x, target, mu, sigma, options[0], weight, *options[1:])
+        ctx.save_for_backward(x, mu, sigma, target, weight, stats)
+        ctx.options = options
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, mu, sigma, target, weight, stats = ctx.saved_tensors
+        lam, ignore_index, reduction, label_smoothing, _ = ctx.options
+        need, options = ctx.needs_input_grad[:3], (lam, weight, ignore_index, reduction, label_smoothing)
+        if torch.is_grad_enabled():  # create_graph: the gradient is differentiated again
+            dx, dmu, dsigma = _plain_gradients(grad, x, target, mu, sigma, *options, need)
+        else:
+            dx, dmu, dsigma = backward(grad, stats, x, target, mu, sigma, *options, need)
+        return dx, dmu, dsigma, None, None, None
+
+
+def _plain_gradients(
+    grad: Tensor,
+    x: Tensor,
+    target: Tensor,
+    mu: Tensor,
+    sigma: Tensor,
+    lam: float,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    need: tuple[bool, bool, bool],
+) -> list[Tensor | None]:
+    """The gradients as functions that autograd can follow, by way of the plain formula."""
+    from .. import functional
+
+    inputs = [v for v, needed in zip((x, mu, sigma), need, strict=True) if needed]
+    with torch.enable_grad():
+        loss = functional._cross_entropy(
+            x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing, "plain"
+        )
+        found = iter(torch.autograd.grad(loss.to(grad.dtype), inputs, grad, create_graph=True))
+    return [next(found) if needed else None for needed in need]
+
+
+# torch.compile sees the same two functions as operators.
+
+_FORWARD = (
+    "(Tensor x, Tensor target, Tensor mu, Tensor sigma, float lam, Tensor? weight, SymInt ignore_index, "
+    "str reduction, float label_smoothing, ScalarType dtype) -> (Tensor, Tensor)"
+)
+_BACKWARD = (
+    "(Tensor grad, Tensor stats, Tensor x, Tensor target, Tensor mu, Tensor sigma, float lam, Tensor? weight, "
+    "SymInt ignore_index, str reduction, float label_smoothing, bool need_x, bool need_mu, bool need_sigma) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+
+
+@torch.library.custom_op("gsoftmax::cross_entropy", mutates_args=(), schema=_FORWARD)
+def _forward_op(x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing, dtype):
+    return forward(x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing, dtype)
+
+
+@_forward_op.register_fake
+def _(x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing, dtype):
+    n, hard = x.shape[0], not target.is_floating_point()
+    size = (2 + hard + (not hard or label_smoothing > 0)) * n + (reduction == "mean")
+    return x.new_empty((n,) if reduction == "none" else (), dtype=dtype), x.new_empty((size,), dtype=torch.float32)
+
+
+@torch.library.custom_op("gsoftmax::cross_entropy_backward", mutates_args=(), schema=_BACKWARD)
+def _backward_op(grad, stats, x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing, *need):
+    need_x, need_mu, need_sigma = need
+    got = backward(grad, stats, x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing, need)
+    # An operator must return tensors that share no memory.
+    if need_mu and need_sigma:
+        got = (got[0], got[1].clone(), got[2].clone())
+    return tuple(x.new_empty(0, dtype=v.dtype) if g is None else g for g, v in zip(got, (x, mu, sigma), strict=True))
+
+
+@_backward_op.register_fake
+def _(grad, stats, x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing, *need):
+    return tuple(
+        torch.empty_like(v) if needed else v.new_empty(0) for v, needed in zip((x, mu, sigma), need, strict=True)
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, target, mu, sigma, lam, weight, *options, dtype = inputs
+    ctx.save_for_backward(x, mu, sigma, target, weight, output[1])
+    ctx.options = (lam, *options)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward_of_op(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    x, mu, sigma, target, weight, stats = ctx.saved_tensors
+    lam, *options = ctx.options
+    need = (ctx.needs_input_grad[0], ctx.needs_input_grad[2], ctx.needs_input_grad[3])
+    dx, dmu, dsigma = _backward_op(grad, stats, x, target, mu, sigma, lam, weight, *options, *need)
+    return (
+        dx if need[0] else None,
+        None,
+        dmu if need[1] else None,
+        dsigma if need[2] else None,
+        *(None,) * (len(ctx.options) + 2),
+    )
+
+
+_forward_op.register_autograd(_backward_of_op, setup_context=_save)
+
+
+# ------------------------------------------------------------------------------------------------------------- the call
+
+
+def supported(
+    x: Tensor,
+    target: Tensor,
+    mu: Tensor | None = None,
+    sigma: Tensor | None = None,
+    lam: float = 1.0,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> str:
+    """Why these kernels can't take a call, in a few words; "" where they can."""
+    if not x.is_cuda and not (INTERPRETED and x.device.type == "cpu"):
+        return f"x is on {x.device.type}, not on a GPU"
+    if x.dtype not in _DTYPES:
+        return f"x is {x.dtype}"
+    if lam > LAM_MAX:
+        return f"lam is above {LAM_MAX:g}"
+    if x.numel() == 0:
+        return "x is empty"
+    tensors = {"x": x, "target": target, "mu": mu, "sigma": sigma, "weight": weight}
+    for name, v in tensors.items():
+        if v is not None and v.device != x.device:
+            return f"{name} is on {v.device} and x on {x.device}"
+    if not torch.compiler.is_compiling():
+        if (
+            torch._C._are_functorch_transforms_active()
+            or torch._C._len_torch_dispatch_stack() > 0
+            or forward_ad._current_level >= 0
+        ):
+            return "torch.func, forward-mode or tracing is at work"
+        for name, v in tensors.items():
+            if v is None:
+                continue
+            if type(v) is not Tensor and type(v) is not Parameter:
+                return f"{name} is a {type(v).__name__}"
+            if v.layout is not torch.strided or v.is_neg():
+                return f"{name} is not a plain array in memory"
+    if target.requires_grad or (weight is not None and weight.requires_grad):
+        return "a gradient for target or weight is wanted"
+    return ""
+
+
+def prefer_plain_when_compiling(x: Tensor) -> bool:
+    """Whether torch.compile makes more of the plain formula: where launching takes longer than the work."""
+    return x.numel() < 1 << 22
+
+
+def cross_entropy(
+    x: Tensor,
+    target: Tensor,
+    mu: Tensor,
+    sigma: Tensor,
+    lam: float,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+) -> Tensor:
+    """`gsoftmax_cross_entropy` by Triton kernels; `supported` says which calls they take.
+
+    x: (N, C), (N, C, d1, ...) or (C,); target: class indices or probabilities, as for `F.cross_entropy`; mu and sigma:
+    (C,) in float32.
+    """
+    shape = None
+    if x.ndim != 2:
+        # Classes last, and one row for everything else.
+        hard = not target.is_floating_point()
+        shape = target.shape if hard else x.shape[:1] + x.shape[2:] if x.ndim > 1 else ()
+        c = x.shape[1 if x.ndim > 1 else 0]
+        target = target.reshape(-1) if hard else target.movedim(min(1, x.ndim - 1), -1).reshape(-1, c)
+        x = x.movedim(min(1, x.ndim - 1), -1).reshape(-1, c)
+    half = x.dtype != torch.float32 and not torch.is_autocast_enabled(x.device.type)
+    dtype = x.dtype if half else torch.float32
+    mu, sigma = mu.contiguous(), sigma.contiguous()
+    if weight is not None:
+        weight = weight.contiguous()
+    options = (ignore_index, reduction, label_smoothing, dtype)
+    if torch.compiler.is_compiling():
+        loss = _forward_op(x, target, mu, sigma, lam, weight, *options)[0]
+    elif torch.is_grad_enabled() and (x.requires_grad or mu.requires_grad or sigma.requires_grad):
+        loss = _CrossEntropy.apply(x, mu, sigma, target, weight, (lam, *options))
+    else:
+        loss = forward(x, target, mu, sigma, lam, weight, *options)[0]
+    return loss.reshape(shape) if reduction == "none" and shape is not None else loss

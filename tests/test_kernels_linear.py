@@ -1,0 +1,228 @@
+"""The linear layer and the loss in one, on a CPU; test_kernels_triton.py has it with the Triton kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gsoftmax import functional
+from gsoftmax.kernels import linear, native
+
+N, D, C = 23, 5, 31
+
+PATHS = [
+    "chunked",
+    pytest.param("native", marks=pytest.mark.skipif(bool(native.unavailable()), reason="no compiled kernel here")),
+]
+
+
+@pytest.fixture(autouse=True)
+def chunks(monkeypatch):
+    """Four rows at a time, or five where h is wider: several chunks and a shorter last one."""
+    monkeypatch.setattr(linear, "CHUNK", {"cpu": 4 * C, "cuda": 4 * C})
+
+
+def inputs(dtype=torch.float32, kind="index", bias=True):
+    generator = torch.Generator().manual_seed(1)
+    h, weight = (torch.randn(s, generator=generator).to(dtype) for s in ((N, D), (C, D)))
+    b = torch.randn(C, generator=generator).to(dtype) if bias else None
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    mu, sigma = torch.randn(C, generator=generator, dtype=wide), torch.rand(C, generator=generator, dtype=wide) + 0.3
+    if kind == "index":
+        target = torch.randint(0, C, (N,), generator=generator)
+        target[7] = -100
+    else:
+        target = torch.softmax(torch.randn(N, C, generator=generator, dtype=wide), 1)
+    return [h, weight, b, mu, sigma], target
+
+
+def exact(values, target, lam, class_weight, ignore_index, reduction, smoothing):
+    leaves = [None if v is None else v.detach().double().requires_grad_() for v in values]
+    h, weight, bias, mu, sigma = leaves
+    x = F.linear(h, weight, bias)
+    z = x + lam * torch.special.ndtr((x - mu) / sigma)
+    target = target.double() if target.is_floating_point() else target
+    class_weight = None if class_weight is None else class_weight.double()
+    return F.cross_entropy(z, target, class_weight, None, ignore_index, None, reduction, smoothing), leaves
+
+
+def ours(values, target, *rest):
+    leaves = [None if v is None else v.clone().requires_grad_() for v in values]
+    h, weight, bias, mu, sigma = leaves
+    return linear.linear_cross_entropy(h, weight, bias, target, mu, sigma, *rest), leaves
+
+
+def compare(values, target, rest, path, tolerance):
+    loss, leaves = ours(values, target, *rest, path)
+    loss64, leaves64 = exact(values, target, *rest)
+    grad = torch.rand(loss.shape).to(loss.dtype) + 0.5
+    loss.backward(grad)
+    loss64.backward(grad.double())
+    assert loss.shape == loss64.shape
+    assert ((loss.double() - loss64).abs() <= tolerance * (loss64.abs() + 1)).all()
+    for a, b in zip(leaves, leaves64, strict=True):
+        if a is not None:
+            assert a.grad.dtype == a.dtype
+            assert (a.grad.double() - b.grad).norm() <= tolerance * b.grad.norm() + 1e-12
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "kind, bias, lam, weighted, reduction, smoothing",
+    [
+        ("index", True, 1.0, False, "mean", 0.0),
+        ("index", False, 2.0, True, "mean", 0.2),
+        ("index", True, 1.0, True, "sum", 0.0),
+        ("index", True, 1.0, False, "none", 0.1),
+        ("index", False, 0.0, False, "mean", 0.0),
+        ("probability", True, 1.0, True, "mean", 0.1),
+        ("probability", False, 1.0, False, "none", 0.0),
+    ],
+)
+def test_every_option_against_float64(path, kind, bias, lam, weighted, reduction, smoothing):
+    values, target = inputs(kind=kind, bias=bias)
+    class_weight = torch.linspace(0.2, 1.5, C) if weighted else None
+    compare(values, target, (lam, class_weight, -100, reduction, smoothing), path, 3e-6)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 1e-2), (torch.float16, 3e-3)])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_half_precision(path, dtype, tolerance, reduction):
+    values, target = inputs(dtype)
+    compare(values, target, (1.0, None, -100, reduction, 0.0), path, tolerance)
+
+
+def test_x_never_exists_whole():
+    class Largest(TorchDispatchMode):
+        size = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            for v in out if isinstance(out, (tuple, list)) else [out]:
+                if isinstance(v, torch.Tensor) and v.device.type != "meta":
+                    Largest.size = max(Largest.size, v.numel())
+            return out
+
+    values, target = inputs()
+    with Largest():
+        loss, _ = ours(values, target, 1.0, None, -100, "mean", 0.0, "chunked")
+        loss.backward()
+    assert 5 * C <= Largest.size <= 3 * 5 * C < N * C  # pure torch has three tables of a chunk's size
+
+
+def test_chunks_are_even_and_cover_all_rows():
+    for rows, features, classes, device in ((23, 5, 31, "cpu"), (8192, 2048, 128256, "cuda"), (1, 4, 10, "cuda")):
+        cut = list(linear._chunks(rows, features, classes, device))
+        assert [i for s in cut for i in range(s.start, s.stop)] == list(range(rows))
+        sizes = [s.stop - s.start for s in cut]
+        assert min(sizes[:-1], default=sizes[0]) == max(sizes)
+
+
+def test_lam_zero_is_plain_softmax():
+    values, target = inputs()
+    loss, leaves = ours(values, target, 0.0, None, -100, "mean", 0.0, "chunked")
+    loss.backward()
+    h, weight, bias = (v.detach().clone().requires_grad_() for v in values[:3])
+    expected = F.cross_entropy(F.linear(h, weight, bias), target)
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    for a, b in zip(leaves[:3], (h, weight, bias), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+    assert (leaves[3].grad == 0).all() and (leaves[4].grad == 0).all()
+
+
+def test_a_loss_scale_reaches_float16_before_it_rounds(monkeypatch):
+    monkeypatch.setattr(linear, "CHUNK", {"cpu": 1 << 22})
+    rows = classes = 4096  # dx is p / rows, and float16 ends at 6e-8
+    h = torch.randn(rows, 2, dtype=torch.float16, requires_grad=True)
+    weight = (1 + torch.randn(classes, 2) / 8).half()
+    target = torch.randint(0, classes, (rows,))
+    mu, sigma = torch.zeros(classes), torch.ones(classes)
+    rest = (1.0, None, -100, "mean", 0.0, "chunked")
+    loss = linear.linear_cross_entropy(h, weight, None, target, mu, sigma, *rest)
+    loss.backward(torch.tensor(4096.0, dtype=torch.float16))
+    h64 = h.detach().double().requires_grad_()
+    x = h64 @ weight.double().t()
+    F.cross_entropy(x + torch.special.ndtr(x), target).backward(torch.tensor(4096.0))
+    assert (h.grad.double() - h64.grad).norm() < 5e-3 * h64.grad.norm()
+
+
+def test_only_what_is_needed():
+    values, target = inputs()
+    rest = (1.0, None, -100, "mean", 0.0, "chunked")
+    full, leaves = ours(values, target, *rest)
+    full.backward()
+    for i in range(5):
+        some = [v.clone().requires_grad_(i == j) for j, v in enumerate(values)]
+        loss = linear.linear_cross_entropy(*some[:3], target, *some[3:], *rest)
+        loss.backward()
+        assert torch.equal(loss, full)
+        assert [v.grad is not None for v in some] == [i == j for j in range(5)]
+        torch.testing.assert_close(some[i].grad, leaves[i].grad)
+    assert not linear.linear_cross_entropy(*values[:3], target, *values[3:], *rest).requires_grad
+
+
+def test_a_retained_graph_gives_the_same_twice():
+    values, target = inputs()
+    loss, leaves = ours(values, target, 1.0, None, -100, "mean", 0.0, "chunked")
+    first = [g.clone() for g in torch.autograd.grad(loss, leaves, retain_graph=True)]
+    for g in torch.autograd.grad(loss, leaves, retain_graph=True):
+        g.zero_()  # whoever gets a gradient may do with it what they like
+    for a, b in zip(first, torch.autograd.grad(loss, leaves), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_first_and_second_derivatives(reduction):
+    values, target = inputs(torch.float64)
+    values = [v[:4].clone() if i == 0 else v[:6].clone() for i, v in enumerate(values)]
+    target = target[:4] % 6
+    leaves = [v.requires_grad_() for v in values]
+
+    def loss(h, weight, bias, mu, sigma):
+        return linear.linear_cross_entropy(
+            h, weight, bias, target, mu, sigma, 1.0, None, -100, reduction, 0.1, "chunked"
+        )
+
+    assert torch.autograd.gradcheck(loss, leaves)
+    assert torch.autograd.gradgradcheck(loss, leaves)
+
+
+def test_autocast_works_as_in_linear():
+    values, target = inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, leaves = ours(values, target, 1.0, None, -100, "mean", 0.0, "chunked")
+        h, weight, bias, mu, sigma = (v.detach().clone().requires_grad_() for v in values)
+        expected = functional.gsoftmax_cross_entropy(F.linear(h, weight, bias), target, mu, sigma, impl="plain")
+    assert loss.dtype == expected.dtype == torch.float32
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=2e-3, atol=1e-3)
+    for a, b in zip(leaves, (h, weight, bias, mu, sigma), strict=True):
+        assert a.grad.dtype == torch.float32
+        assert (a.grad - b.grad).norm() < 1e-2 * b.grad.norm()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_nothing_counts(path):
+    values, target = inputs()
+    target[:] = -100
+    loss, leaves = ours(values, target, 1.0, None, -100, "mean", 0.1, path)
+    loss.backward()
+    assert loss.isnan()
+    assert all((v.grad == 0).all() for v in leaves)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_mistakes_are_named(path):
+    values, target = inputs()
+    with pytest.raises(ValueError, match=r"weight must have shape \(31,\)"):
+        ours(values, target, 1.0, torch.ones(3), -100, "mean", 0.0, path)
+    with pytest.raises(ValueError, match="reduction must be one of"):
+        ours(values, target, 1.0, None, -100, "average", 0.0, path)
+    target[20] = 31
+    with pytest.raises(ValueError, match="target must lie between 0 and 30 .* got 31"):
+        ours(values, target, 1.0, None, -100, "mean", 0.0, path)

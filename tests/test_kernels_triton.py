@@ -1,0 +1,468 @@
+"""The Triton kernels, on a GPU where there is one and otherwise in Triton's interpreter.
+
+Triton decides between the two when it is first imported, which any other test may have done already.  So there is one
+test for the outside, which starts a process of its own; what that process runs are the functions called check_*.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+INSIDE = GPU or os.environ.get("TRITON_INTERPRET") == "1"
+CANNOT = 77
+
+
+def test_everything_in_a_process_of_its_own():
+    command = [sys.executable, "-m", "pytest", __file__, "-q", "-x", "-o", "python_functions=check_*", "-W", "error"]
+    command += ["-p", "no:cacheprovider", "-p", "no:xdist", "--show-capture=no", "--tb=short"]
+    environment = dict(os.environ, OMP_NUM_THREADS="1")
+    if not GPU:
+        environment["TRITON_INTERPRET"] = "1"
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode == CANNOT:
+        pytest.skip("the interpreter of this Triton does not work with this numpy")
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+if INSIDE:
+    import triton
+    import triton.language as tl
+
+    from gsoftmax import functional
+    from gsoftmax.kernels import linear, triton_ce
+    from gsoftmax.kernels.triton_ce import Plan
+
+    @triton.jit
+    def _count(out, n):
+        for _ in range(0, n):
+            tl.store(out, tl.load(out) + 1)
+
+    # Tiles that cut even small tables in several, with something left over in both directions.
+    SMALL_TILES = Plan(block_n=2, block_c=16, rows=4, warps=1, degree=7)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def loops():
+    """Interpreters up to that of Triton 3.6 stop at any loop, since numpy 2.4 makes no number of an array any more."""
+    if INSIDE and not GPU:
+        try:
+            _count[(1,)](torch.zeros(1), 3)
+        except Exception:
+            pytest.exit("no loops in the interpreter", returncode=CANNOT)
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """torch.empty gives NaN, so that what a kernel does not write is seen; numpy says nothing of NaN and inf."""
+    torch.use_deterministic_algorithms(True, warn_only=GPU)
+    with np.errstate(all="ignore"):
+        yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=["whole rows", "small tiles"])
+def tiles(request, monkeypatch):
+    if request.param == "small tiles":
+        monkeypatch.setattr(triton_ce, "plan", lambda *_: SMALL_TILES)
+    return request.param
+
+
+def table(n, c, *, dtype="float32", kind="index", seed=0, scale=3.0):
+    generator = torch.Generator().manual_seed(seed)
+    x = (torch.randn(n, c, generator=generator) * scale).to(getattr(torch, dtype))
+    mu, sigma = torch.randn(c, generator=generator), torch.rand(c, generator=generator) * 2 + 0.2
+    if kind == "index":
+        target = torch.randint(0, c, (n,), generator=generator)
+        target[n // 2] = -100
+    else:
+        target = torch.softmax(torch.randn(n, c, generator=generator), 1)
+    return [v.to(DEVICE) for v in (x, target, mu, sigma)]
+
+
+def exact(x, target, mu, sigma, lam, weight, ignore_index, reduction, smoothing):
+    """The same in float64, by torch's own Phi and cross entropy, with a graph."""
+    x, mu, sigma = (v.detach().double().requires_grad_() for v in (x, mu, sigma))
+    z = x + lam * torch.special.ndtr((x - mu) / sigma)
+    target = target.double() if target.is_floating_point() else target
+    weight = None if weight is None else weight.double()
+    loss = F.cross_entropy(z, target, weight, None, ignore_index, None, reduction, smoothing)
+    return loss, (x, mu, sigma)
+
+
+def both(x, target, mu, sigma, lam=1.0, weight=None, ignore_index=-100, reduction="mean", smoothing=0.0):
+    """(loss, dx, dmu, dsigma) of the kernels and of float64, with a random incoming gradient."""
+    rest = (lam, weight, ignore_index, reduction, smoothing)
+    ours = [v.clone().requires_grad_() for v in (x, mu, sigma)]
+    loss = triton_ce.cross_entropy(ours[0], target, *ours[1:], *rest)
+    grad = torch.rand(loss.shape, dtype=loss.dtype, device=loss.device) + 0.5
+    loss.backward(grad)
+    loss64, theirs = exact(x, target, mu, sigma, *rest)
+    loss64.backward(grad.double())
+    return [loss.detach(), *(v.grad for v in ours)], [loss64.detach(), *(v.grad for v in theirs)]
+
+
+def close(got, expected, tolerance=2e-6):
+    assert got.shape == expected.shape
+    norm = expected.norm().item()
+    assert (got.double() - expected).norm().item() <= tolerance * norm + 5e-7  # p - 1 loses digits where p is 1
+
+
+def close_loss(got, expected, eps=2e-6):
+    assert got.shape == expected.shape
+    assert ((got.double() - expected).abs() <= eps * (expected.abs() + 1)).all()
+
+
+OPTIONS = [
+    {},
+    {"reduction": "sum", "lam": 4.0},
+    {"reduction": "none", "lam": 0.3},
+    {"smoothing": 0.1},
+    {"weight": True},
+    {"weight": True, "smoothing": 0.2, "reduction": "sum"},
+    {"weight": True, "smoothing": 0.2, "reduction": "mean"},
+    {"kind": "probability"},
+    {"kind": "probability", "weight": True, "smoothing": 0.3, "reduction": "none"},
+    {"lam": 0.0},
+    {"ignore_index": "last"},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("shape", [(11, 37), (5, 3), (1, 2)], ids=str)
+def check_every_option_against_float64(tiles, shape, options):
+    options = dict(options)
+    x, target, mu, sigma = table(*shape, kind=options.pop("kind", "index"))
+    if "ignore_index" in options:
+        target[target == -100] = options["ignore_index"] = shape[1] - 1
+    if shape[0] == 1 and not target.is_floating_point():
+        target.fill_(0)
+    if options.pop("weight", False):
+        options["weight"] = torch.rand(shape[1], device=DEVICE) + 0.1
+    got, expected = both(x, target, mu, sigma, **options)
+    close_loss(got[0], expected[0])
+    for a, b in zip(got[1:], expected[1:], strict=True):
+        close(a, b)
+
+
+@pytest.mark.parametrize("shape", [(3, 1024), (2, 1025), (3, 2500), (70, 40)], ids=str)
+def check_the_tiles_that_are_chosen(shape):
+    got, expected = both(*table(*shape))
+    close_loss(got[0], expected[0])
+    for a, b in zip(got[1:], expected[1:], strict=True):
+        close(a, b)
+
+
+# The interpreter truncates to bfloat16 where a GPU rounds.
+@pytest.mark.parametrize("dtype, eps", [("bfloat16", 2**-8 if GPU else 2**-7), ("float16", 2**-11)])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def check_half_precision_is_rounded_once(tiles, dtype, eps, reduction):
+    x, target, mu, sigma = table(7, 45, dtype=dtype)
+    got, expected = both(x, target, mu, sigma, reduction=reduction)
+    assert got[0].dtype == got[1].dtype == x.dtype and got[2].dtype == got[3].dtype == torch.float32
+    close_loss(got[0], expected[0], eps)
+    tiny = 2.0**-24 if dtype == "float16" else 0.0  # what float16 has below its normal numbers
+    size = expected[1].abs()
+    assert ((got[1].double() - expected[1]).abs() <= eps * size + 1e-6 * size.max() + tiny).all()
+    close(got[2], expected[2])
+    close(got[3], expected[3])
+
+
+def check_autocast_keeps_the_loss_in_float32():
+    x, target, mu, sigma = table(4, 9, dtype="bfloat16")
+    with torch.autocast(DEVICE, torch.bfloat16):
+        loss = triton_ce.cross_entropy(x, target, mu, sigma, 1.0, None, -100, "none", 0.0)
+    assert loss.dtype == torch.float32
+    close_loss(loss, exact(x, target, mu, sigma, 1.0, None, -100, "none", 0.0)[0].detach())
+
+
+@pytest.mark.parametrize("layout", ["transposed", "every other column", "every other row", "offset", "row repeated"])
+def check_strides(tiles, layout):
+    x, target, mu, sigma = table(9, 35)
+    if layout == "transposed":
+        x = x.t().contiguous().t()
+    elif layout == "every other column":
+        x = torch.stack([x, torch.full_like(x, float("nan"))], 2).flatten(1)[:, ::2]
+    elif layout == "every other row":
+        x = torch.stack([x, torch.full_like(x, float("nan"))], 1).flatten(0, 1)[::2]
+        target = torch.stack([target, torch.full_like(target, 10**6)], 1).flatten()[::2]
+    elif layout == "offset":
+        x = torch.cat([x.flatten()[:1], x.flatten()])[1:].view(9, 35)
+        mu = torch.stack([mu, mu + 1], 1)[:, 0]
+    else:
+        x = x[:1].expand(9, 35)
+    before = x.clone()
+    x.requires_grad_()  # as it lies: a clone would be contiguous
+    loss = triton_ce.cross_entropy(x, target, mu, sigma, 1.0, None, -100, "sum", 0.1)
+    dx = torch.autograd.grad(loss, x)[0]
+    loss64, theirs = exact(before, target, mu, sigma, 1.0, None, -100, "sum", 0.1)
+    loss64.backward()
+    close_loss(loss.detach(), loss64.detach())
+    close(dx, theirs[0].grad)
+    assert torch.equal(x.detach(), before)
+
+
+def check_probabilities_with_strides(tiles):
+    x, target, mu, sigma = table(6, 21, kind="probability")
+    target = target.t().contiguous().t()
+    got, expected = both(x, target, mu, sigma)
+    close_loss(got[0], expected[0])
+    close(got[1], expected[1])
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def check_rows_that_do_not_count(tiles, smoothing):
+    x, target, mu, sigma = table(7, 20)
+    target[2:5] = -100
+    x[3, 4] = -float("inf")
+    got, _ = both(x, target, mu, sigma, smoothing=smoothing, reduction="none")
+    assert (got[0][2:5] == 0).all() and (got[1][2:5] == 0).all()
+    assert all(g.isfinite().all() for g in got)
+    target[:] = -100
+    got, _ = both(x, target, mu, sigma, smoothing=smoothing)
+    assert got[0].isnan()  # 0 / 0, as F.cross_entropy has it
+    assert all((g == 0).all() for g in got[1:])
+
+
+def check_a_label_out_of_range_spoils_its_row_only(tiles):
+    x, target, mu, sigma = table(6, 18)
+    target[1], target[4] = 18, -7
+    x = x.requires_grad_()
+    loss = triton_ce.cross_entropy(x, target, mu, sigma, 1.0, torch.ones(18, device=DEVICE), -100, "none", 0.0)
+    loss.backward(torch.ones_like(loss))
+    wrong = torch.tensor([False, True, False, False, True, False], device=DEVICE)
+    assert loss.isnan().equal(wrong)
+    assert x.grad.isnan().all(1).equal(wrong) and x.grad.isnan().any(1).equal(wrong)
+
+
+def check_extreme_values(tiles):
+    """Masked classes, logits of 1e4 and a sigma of 1e-6: against the plain formula in float64, which clamps u."""
+    x, target, mu, sigma = table(8, 50)
+    x[0, ::2] = -float("inf")
+    target[0] = 1
+    x[1, 16:48] = -float("inf")  # whole tiles
+    target[1] = 2
+    x[2] *= 1e4
+    x[3] -= 1e4
+    x[4] += 1e4
+    sigma[::5] = 1e-6
+    mu[5] = x[5, 5]  # phi(0) / 1e-6
+    leaves = [v.clone().requires_grad_() for v in (x, mu, sigma)]
+    loss = triton_ce.cross_entropy(leaves[0], target, *leaves[1:], 1.0, None, -100, "none", 0.0)
+    loss.backward(torch.ones_like(loss))
+    exact_leaves = [v.double().requires_grad_() for v in (x, mu, sigma)]
+    z = functional._logits(*exact_leaves, 1.0)
+    expected = F.cross_entropy(z, target, reduction="none")
+    expected.backward(torch.ones_like(expected))
+    close_loss(loss.detach(), expected.detach())
+    for a, b in zip(leaves, exact_leaves, strict=True):
+        assert a.grad.isfinite().all()
+        assert ((a.grad.double() - b.grad).abs() <= 1e-5 * b.grad.abs() + 1e-6).all()
+
+
+def check_a_row_of_nothing_is_nan_as_in_torch(tiles):
+    x, target, mu, sigma = table(3, 40)
+    x[1], target[1] = -float("inf"), 4
+    loss = triton_ce.cross_entropy(x, target, mu, sigma, 1.0, None, -100, "none", 0.0)
+    assert loss.isnan().tolist() == F.cross_entropy(x, target, reduction="none").isnan().tolist()
+
+
+@pytest.mark.parametrize("kind", ["index", "probability"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("shape", [(6,), (4, 6, 5), (2, 7, 3, 2)], ids=str)
+def check_other_shapes(shape, reduction, kind):
+    x, mu, sigma = torch.randn(shape, device=DEVICE), *table(2, shape[min(1, len(shape) - 1)])[2:]
+    if kind == "index":
+        target = torch.randint(0, mu.shape[0], shape[:1] + shape[2:] if len(shape) > 1 else (), device=DEVICE)
+    else:
+        target = torch.rand(shape, device=DEVICE)
+    got = [x.clone().requires_grad_(), mu.clone().requires_grad_(), sigma]
+    loss = triton_ce.cross_entropy(got[0], target, got[1], got[2], 1.0, None, -100, reduction, 0.1)
+    view = (-1,) + (1,) * (len(shape) - 2)
+    x64, mu64 = x.double().requires_grad_(), mu.double().requires_grad_()
+    z = x64 + torch.special.ndtr((x64 - mu64.view(view)) / sigma.double().view(view))
+    target = target.double() if kind == "probability" else target
+    expected = F.cross_entropy(z, target, reduction=reduction, label_smoothing=0.1)
+    loss.backward(torch.ones_like(loss))
+    expected.backward(torch.ones_like(expected))
+    close_loss(loss.detach(), expected.detach())
+    close(got[0].grad, x64.grad)
+    close(got[1].grad, mu64.grad)
+
+
+def check_targets_of_one_byte():
+    x, target, mu, sigma = table(6, 200)
+    target = target.clamp(0).to(torch.uint8)
+    loss = triton_ce.cross_entropy(x, target, mu, sigma, 1.0, None, -100, "none", 0.0)
+    close_loss(loss, exact(x, target.long(), mu, sigma, 1.0, None, -100, "none", 0.0)[0].detach())
+
+
+def check_a_retained_graph_gives_the_same_twice_and_owns_nothing():
+    x, target, mu, sigma = (v.requires_grad_(v.is_floating_point()) for v in table(6, 20))
+    loss = triton_ce.cross_entropy(x, target, mu, sigma, 1.0, None, -100, "mean", 0.0)
+    first = [g.clone() for g in torch.autograd.grad(loss, (x, mu, sigma), retain_graph=True)]
+    again = torch.autograd.grad(loss, (x, mu, sigma), retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))  # the same bits, too
+    (loss * 2).backward()
+    for v, g in zip((x, mu, sigma), first, strict=True):
+        v.grad.mul_(0.5)  # what gradient clipping does
+        torch.testing.assert_close(v.grad, g)
+
+
+def check_only_what_is_needed():
+    x, target, mu, sigma = table(6, 20)
+    full = both(x, target, mu, sigma)[0]
+    rest = (1.0, None, -100, "mean", 0.0)
+    for need in itertools.product((False, True), repeat=3):
+        leaves = [v.clone().requires_grad_(n) for v, n in zip((x, mu, sigma), need, strict=True)]
+        loss = triton_ce.cross_entropy(leaves[0], target, *leaves[1:], *rest)
+        assert loss.requires_grad == any(need)
+        if any(need):
+            loss.backward()
+        assert [v.grad is not None for v in leaves] == list(need)
+        close_loss(loss.detach(), full[0].double())
+    leaves = [v.clone().requires_grad_() for v in (x, mu, sigma)]
+    with torch.no_grad():
+        assert not triton_ce.cross_entropy(leaves[0], target, *leaves[1:], *rest).requires_grad
+
+
+@pytest.mark.parametrize("reduction, smoothing", [("mean", 0.0), ("none", 0.1)])
+def check_second_derivatives(reduction, smoothing):
+    x, target, mu, sigma = table(4, 6)
+    rest = (1.0, None, -100, reduction, smoothing)
+    ours = [v.clone().requires_grad_() for v in (x, mu, sigma)]
+    loss64, theirs = exact(x, target, mu, sigma, *rest)
+    seconds = []
+    for leaves, loss in ((ours, triton_ce.cross_entropy(ours[0], target, *ours[1:], *rest)), (theirs, loss64)):
+        grads = torch.autograd.grad(loss.square().sum(), leaves, create_graph=True)
+        sum(g.square().sum() for g in grads).backward()
+        seconds.append([v.grad for v in leaves])
+    for a, b in zip(*seconds, strict=True):
+        close(a, b, 1e-5)
+
+
+def check_compile_takes_it_whole(tiles):
+    x, target, mu, sigma = table(6, 20)
+
+    def loss(x, mu, sigma, smoothing):
+        return triton_ce.cross_entropy(x * 1.5, target, mu.exp().log(), sigma, 1.0, None, -100, "mean", smoothing) * 3
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for smoothing, both_gaussians in ((0.0, True), (0.2, False)):
+        results = []
+        for function in (loss, compiled):
+            leaves = [v.clone().requires_grad_() for v in (x, mu.abs() + 0.1)]
+            leaves.append(sigma.clone().requires_grad_(both_gaussians))
+            value = function(*leaves, smoothing)
+            value.backward()
+            results.append([value.detach(), *(v.grad for v in leaves)])
+        for a, b in zip(*results, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                torch.testing.assert_close(a, b)
+
+
+def check_compile_takes_the_public_function():
+    x, target, mu, sigma = (v.requires_grad_(v.is_floating_point()) for v in table(6, 20))
+    compiled = torch.compile(functional.gsoftmax_cross_entropy, fullgraph=True, backend="aot_eager")
+    loss = compiled(x, target, mu, sigma, 2.0, impl="triton")
+    loss.backward()
+    expected, leaves = exact(x, target, mu, sigma, 2.0, None, -100, "mean", 0.0)
+    expected.backward()
+    close_loss(loss.detach(), expected.detach())
+    for v, w in zip((x, mu, sigma), leaves, strict=True):
+        close(v.grad, w.grad)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of opcheck's own
+def check_the_operators_are_registered_properly():
+    x, target, mu, sigma = (v.requires_grad_(v.is_floating_point()) for v in table(5, 12))
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    for reduction, smoothing in (("mean", 0.1), ("none", 0.0)):
+        args = (x, target, mu, sigma, 1.0, None, -100, reduction, smoothing, torch.float32)
+        torch.library.opcheck(triton_ce._forward_op, args, test_utils=tests)
+
+
+# On a GPU the exp2 itself is off by 2**-22.
+@pytest.mark.parametrize("degree, bound", [(5, 3.5e-7), (6, 1.8e-7), (7, 1.3e-7)])
+def check_phi_is_good_to_float32(degree, bound):
+    from scipy.special import ndtr
+
+    u = torch.cat([torch.linspace(-9, 9, 4000), torch.tensor([-40.0, 40.0, -float("inf"), 0.0, -0.0])])
+    u = torch.cat([u, torch.zeros(4096 - u.numel())]).to(DEVICE)
+    out, zero = torch.empty_like(u), torch.zeros_like(u)
+    half, c0, _ = triton_ce._constants(1.0, degree)
+    _phi_of[(1,)](u, zero, zero + triton_ce.ROOT.value, out, half, c0, degree, 4096)
+    expected = ndtr(u.cpu().double().numpy())
+    assert abs(out.cpu().double().numpy() - expected).max() < bound + 2**-23 * GPU
+
+
+if INSIDE:
+
+    @triton.jit
+    def _phi_of(u, mu, r, out, half, c0, DEGREE: tl.constexpr, BLOCK: tl.constexpr):
+        at = tl.arange(0, BLOCK)
+        w, _ = triton_ce._bend(tl.load(u + at), tl.load(mu + at), tl.load(r + at), half, c0, DEGREE)
+        tl.store(out + at, w / (2 * half) + 0.5)
+
+
+def check_plans():
+    for kind, rows, classes, size in itertools.product(
+        ("forward", "backward"), (1, 2, 100, 8192, 10**6), (1, 2, 10, 1000, 1024, 1025, 32000, 10**6), (2, 4)
+    ):
+        cut = triton_ce.plan(kind, rows, classes, size, torch.device(DEVICE))
+        for n in (cut.block_n, cut.block_c, cut.warps):
+            assert n == 1 << (n.bit_length() - 1)
+        assert cut.rows % cut.block_n == 0 and cut.block_n * cut.block_c <= 8192
+        assert classes > 1024 or cut.block_c >= classes
+
+
+def check_what_is_supported():
+    x, target, mu, sigma = table(4, 6)
+    assert triton_ce.supported(x, target, mu, sigma, 1.0, None, -100, "mean", 0.0) == ""
+    assert "float64" in triton_ce.supported(x.double(), target, mu, sigma)
+    assert "lam" in triton_ce.supported(x, target, mu, sigma, 1e3)
+    assert "empty" in triton_ce.supported(x[:0], target[:0], mu, sigma)
+    assert "meta" in triton_ce.supported(x.to("meta"), target, mu, sigma)
+    soft = torch.rand(4, 6, device=DEVICE, requires_grad=True)
+    assert "gradient" in triton_ce.supported(x, soft, mu, sigma)
+    seen = []
+    torch.func.vmap(lambda v: seen.append(triton_ce.supported(v, target, mu, sigma)) or v)(x[None])
+    assert "torch.func" in seen[0]
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 3e-6), ("bfloat16", 1.5e-2), ("float16", 2e-3)])
+@pytest.mark.parametrize(
+    "options", [{}, {"reduction": "none", "smoothing": 0.1}, {"lam": 0.0, "reduction": "sum"}], ids=str
+)
+def check_the_linear_layer_in_one(monkeypatch, options, dtype, tolerance):
+    options = {"lam": 1.0, "reduction": "mean", "smoothing": 0.0} | options
+    monkeypatch.setattr(linear, "CHUNK", {"cpu": 100, "cuda": 100})
+    _, target, mu, sigma = table(23, 31)
+    h, weight, bias = (torch.randn(s, device=DEVICE).to(getattr(torch, dtype)) for s in ((23, 5), (31, 5), (31,)))
+    leaves = [v.clone().requires_grad_() for v in (h, weight, bias, mu, sigma)]
+    rest = (options["lam"], None, -100, options["reduction"], options["smoothing"])
+    loss = linear.linear_cross_entropy(*leaves[:3], target, *leaves[3:], *rest, "triton")
+    exact_leaves = [v.double().requires_grad_() for v in (h, weight, bias, mu, sigma)]
+    z = F.linear(*exact_leaves[:3])
+    z = z + options["lam"] * torch.special.ndtr((z - exact_leaves[3]) / exact_leaves[4])
+    expected = F.cross_entropy(z, target, reduction=options["reduction"], label_smoothing=options["smoothing"])
+    grad = torch.rand(expected.shape, device=DEVICE).to(loss.dtype)
+    loss.backward(grad)
+    expected.backward(grad.double())
+    close_loss(loss.detach(), expected.detach(), tolerance)
+    for a, b in zip(leaves, exact_leaves, strict=True):
+        assert a.grad.dtype == a.dtype
+        close(a.grad, b.grad, tolerance)
