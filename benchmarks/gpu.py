@@ -825,6 +825,7 @@ def tune_linear(deadline: float) -> list[dict[str, Any]]:
     from gsoftmax.kernels import linear
 
     clock, usual, found = Clock(), dict(linear.CHUNK), []
+    usual_sum = linear.FLOAT32_SUM
     for n, d, c, *_ in LINEARS:
         clean()
         run = linear_contenders(n, d, c)["linear + G-softmax"]
@@ -832,12 +833,12 @@ def tune_linear(deadline: float) -> list[dict[str, Any]]:
             for rows in (512, 1024, 2048, 4096):
                 if time.monotonic() > deadline or rows < d:
                     continue
-                linear.SUM_DTYPE, linear.CHUNK["cuda"] = dtype, rows * c
+                linear.FLOAT32_SUM, linear.CHUNK["cuda"] = 1 << 40 if dtype is torch.float32 else 0, rows * c
                 run()
                 ms, gib = sorted(clock(run) for _ in range(5))[2] * 1e3, peak(run)
                 found.append({"size": name_of(n, d, c), "rows": rows, "dW": str(dtype), "ms": ms, "GiB": gib})
                 say(f"    linear {name_of(n, d, c)}: {rows} rows, dW in {dtype}: {ms:.2f} ms, {gib:.2f} GiB")
-        linear.SUM_DTYPE = torch.float32
+        linear.FLOAT32_SUM = usual_sum
         linear.CHUNK.update(usual)
     return found
 

@@ -25,8 +25,9 @@ __all__ = ["linear_cross_entropy"]
 
 # The smallest x worth cutting, in elements: 512 MiB of bfloat16 on a GPU, and what stays in the caches of a CPU.
 CHUNK = {"cuda": 1 << 28, "cpu": 1 << 22}
-# dW of half-precision weights is summed over chunks in this dtype.
-SUM_DTYPE = torch.float32
+# dW of half-precision weights is summed over chunks in float32 where that takes no more bytes than this.  Otherwise it is
+# summed in the weights' own dtype, over chunks twice as large, so that few sums are rounded.
+FLOAT32_SUM = 1 << 30
 
 
 def linear_cross_entropy(
@@ -163,7 +164,8 @@ def _chunk_by_chunk(
     dmu = torch.zeros_like(mu) if want[3] else None
     dsigma = torch.zeros_like(sigma) if want[4] else None
     buffer: Tensor | None = None
-    for at in _chunks(n, d, c, h.device.type):
+    exact = 4 * c * d <= FLOAT32_SUM
+    for at in _chunks(n, d if exact else 2 * d, c, h.device.type):
         if buffer is None:
             buffer = torch.empty((at.stop - at.start, c), dtype=h.dtype, device=h.device)
         x = buffer[: at.stop - at.start]
@@ -179,7 +181,7 @@ def _chunk_by_chunk(
             if dh is not None:
                 torch.mm(dx, weight, out=dh[at])
             if want[1]:
-                dweight = _add_product(dweight, dx, h[at], weight.dtype)
+                dweight = _add_product(dweight, dx, h[at], exact)
             if dbias is not None:
                 dbias += dx.sum(0, dtype=dbias.dtype)
         if dmu is not None and dmu_part is not None:
@@ -226,17 +228,17 @@ def _loss_and_gradient_(
     )  # fmt: skip
 
 
-def _add_product(total: Tensor | None, dx: Tensor, h: Tensor, dtype: torch.dtype) -> Tensor:
-    """total + dx^T h, in place; the first call has no total yet."""
-    if dtype not in (torch.bfloat16, torch.float16) or SUM_DTYPE is dtype:
+def _add_product(total: Tensor | None, dx: Tensor, h: Tensor, exact: bool) -> Tensor:
+    """total + dx^T h, in place; the first call has no total yet.  exact: the total is float32 or better."""
+    if not exact or dx.dtype not in (torch.bfloat16, torch.float16):
         return torch.mm(dx.t(), h) if total is None else total.addmm_(dx.t(), h)
     if not dx.is_cuda:
         product = torch.mm(dx.t(), h)
-        return product.to(SUM_DTYPE) if total is None else total.add_(product)
+        return product.float() if total is None else total.add_(product)
     # Half-precision factors, sum in float32: the products are never rounded on the way.
     if total is None:
-        return torch.mm(dx.t(), h, out_dtype=SUM_DTYPE)
-    return torch.addmm(total, dx.t(), h, out_dtype=SUM_DTYPE, out=total)
+        return torch.mm(dx.t(), h, out_dtype=torch.float32)
+    return torch.addmm(total, dx.t(), h, out_dtype=torch.float32, out=total)
 
 
 def _plain_gradients(

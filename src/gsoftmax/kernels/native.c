@@ -63,13 +63,13 @@ enum {
     TILE = 1024,     /* classes at a time: mu, 1/sigma, two sums, x and q of a tile are 24 KB */
     PAD = 16,        /* rows of scratch memory end on a whole vector */
     GROUP = 16,      /* most rows at a time */
+    SHORT = 128,     /* classes in a short row */
     FLUSH = 64,      /* rows added in float before the sum goes to double */
     GRAIN = 1 << 14, /* elements below which another thread does not pay */
 };
 
 /* u = (x - mu) / sigma is scaled by UNIT, so that exp(-u^2 / 2) = 2^(-w^2) with w = UNIT u, and held to 13.2 standard
- * deviations: 2^(-w^2) is still a normal number there, Phi is 0 or 1 to the last bit and phi 4e-39, and x = -inf becomes
- * finite. */
+ * deviations: there 2^(-w^2) is still a normal number, and Phi is 0 or 1 to the last bit.  x = -inf becomes finite. */
 #define UNIT 0.84932180028801904272 /* sqrt(log2(e) / 2) */
 #define W_MAX ((float)(13.2 * UNIT))
 #define LOG2_E 1.44269504088896341f
@@ -107,7 +107,8 @@ struct run {
     float *sum;   /* (2, Cp): sums over rows of -d e and -d e w, e = 2^(-w^2) */
     double *wide; /* the same, of all rows before the current FLUSH; null when there are few rows */
     float *x, *q, *y; /* (group, Cp) scratch rows where the tensors cannot be used in place */
-    float *w, *e, *z; /* (group, Cp): w and 2^(-w^2), or a tile of them where no gradient is wanted; (TILE,) */
+    float *w, *e;     /* (group, Cp): w and 2^(-w^2), or a tile of them where no gradient is wanted */
+    float *z;         /* (GROUP, SHORT) or (TILE,) */
     float *top;           /* (group, tiles): maximum of each tile */
     void *memory;
     double loss;
@@ -402,7 +403,7 @@ __attribute__((visibility("default"))) int64_t gsoftmax_cross_entropy(const stru
         const int q = grad && (!j->dx || j->dtype != FLOAT32 || (j->dx_stride[1] != 1 && c > 1));
         const int y = !j->label && j->prob_stride[1] != 1 && c > 1;
         const int64_t sums = j->dmu ? 2 * cp * 4 : 0, scratch = round_up(p.group * cp * 4, 64);
-        bytes = round_up(sums, 64) * (wide ? 3 : 1) + scratch * (x + q + y + 2 * grad) + TILE * 4 * 3;
+        bytes = round_up(sums, 64) * (wide ? 3 : 1) + scratch * (x + q + y + 2 * grad) + GROUP * SHORT * 4 + TILE * 4 * 2;
         bytes += round_up(p.group * p.tiles * 4, 64);
         if (!(run->memory = at = aligned(bytes))) {
             failed = 1;
@@ -413,7 +414,7 @@ __attribute__((visibility("default"))) int64_t gsoftmax_cross_entropy(const stru
         if (x) run->x = (float *)take(&at, scratch);
         if (q) run->q = (float *)take(&at, scratch);
         if (y) run->y = (float *)take(&at, scratch);
-        run->z = (float *)take(&at, TILE * 4);
+        run->z = (float *)take(&at, GROUP * SHORT * 4);
         run->w = (float *)take(&at, grad ? scratch : TILE * 4);
         run->e = (float *)take(&at, grad ? scratch : TILE * 4);
         run->top = (float *)take(&at, p.group * p.tiles * 4);
@@ -565,8 +566,8 @@ static inline V FN(standard)(V x, V mu, V to_w) {
     return FN(max)(FN(set)(-W_MAX), FN(min)(FN(set)(W_MAX), (x - mu) * to_w));
 }
 
-/* w, e and z of n classes, whole vectors, z = -inf beyond n; returns the maximum.  z is x + lam (Phi - 1/2) here: the half
- * is the same for all classes and cancels. */
+/* w, e and z of n classes, whole vectors, z = -inf beyond n; returns the maximum.  z is x + lam (Phi - 1/2) here: the
+ * half is the same for all classes and cancels. */
 static float FN(adjust)(const float *restrict x, const float *restrict mu, const float *restrict to_w,
                         float *restrict w, float *restrict e, float *restrict z, int n, float lam) {
     V top = FN(set)(-FLT_MAX);
@@ -737,26 +738,33 @@ static void FN(rows)(const struct plan *p, struct run *run, int64_t first, int64
                     gather(j, j->x, j->x_stride, j->dtype, run->x, cp, row, rows, c0, c1);
             }
             if (run->y) gather(j, j->prob, j->prob_stride, FLOAT32, run->y, cp, row, rows, c0, c1);
-            for (int64_t r = 0; r < rows; r++) {
-                float m;
-                double new_top, keep, share;
-                int64_t at;
-                if (label[r] == INT64_MIN) continue;
-                at = grad ? r * cp + c0 : 0;
-                m = FN(adjust)(x[r] + c0, p->mu + c0, p->to_w + c0, run->w + at, run->e + at, run->z, n, (float)j->lam);
-                run->top[r * p->tiles + t] = m;
-                /* The sum so far is about the highest maximum so far. */
-                new_top = m > top[r] ? m : top[r];
-                keep = top[r] == new_top ? 1 : t ? exp(top[r] - new_top) : 0;
-                share = m == new_top ? 1 : exp(m - new_top);
-                if (label[r] >= c0 && label[r] < c1) hit[r] = run->z[label[r] - c0];
-                if (dense) {
-                    double part = 0, d = FN(dot)(run->z, y[r] ? y[r] + c0 : NULL, p->y0 + c0, p->y1 + c0, n, m, &part);
-                    dot[r] += d + part * m;
-                    all[r] += part;
+            /* Short rows side by side: alone, each would wait for its own maximum before it could go on. */
+            for (int64_t r0 = 0, next; r0 < rows; r0 = next) {
+                next = n > SHORT ? r0 + 1 : rows;
+                for (int64_t r = r0; r < next; r++) {
+                    const int64_t at = grad ? r * cp + c0 : 0;
+                    if (label[r] == INT64_MIN) continue;
+                    run->top[r * p->tiles + t] =
+                        FN(adjust)(x[r] + c0, p->mu + c0, p->to_w + c0, run->w + at, run->e + at,
+                                   run->z + (r - r0) * SHORT, n, (float)j->lam);
                 }
-                sum[r] = sum[r] * keep + FN(exponentials)(run->z, grad ? q[r] + c0 : run->z, n, m) * share;
-                top[r] = new_top;
+                for (int64_t r = r0; r < next; r++) {
+                    /* The sum so far is about the highest maximum so far. */
+                    const float m = run->top[r * p->tiles + t];
+                    const double new_top = m > top[r] ? m : top[r];
+                    const double keep = top[r] == new_top ? 1 : t ? exp(top[r] - new_top) : 0;
+                    const double share = m == new_top ? 1 : exp(m - new_top);
+                    float *z = run->z + (r - r0) * SHORT;
+                    if (label[r] == INT64_MIN) continue;
+                    if (label[r] >= c0 && label[r] < c1) hit[r] = z[label[r] - c0];
+                    if (dense) {
+                        double part = 0, d = FN(dot)(z, y[r] ? y[r] + c0 : NULL, p->y0 + c0, p->y1 + c0, n, m, &part);
+                        dot[r] += d + part * m;
+                        all[r] += part;
+                    }
+                    sum[r] = sum[r] * keep + FN(exponentials)(z, grad ? q[r] + c0 : z, n, m) * share;
+                    top[r] = new_top;
+                }
             }
         }
 
