@@ -849,20 +849,24 @@ def tune_linear(deadline: float) -> list[dict[str, Any]]:
 # ----------------------------------------------------------------------------------------------------------------- main
 
 
-def bench(quick: bool) -> tuple[list[dict[str, Any]], float]:
+def bench(quick: bool, folder: Path | None) -> None:
+    """Every claim in turn; what is measured is saved at once."""
     clock = Clock()
     copy = copy_bandwidth(clock)
     say(f"copy bandwidth {copy / 1e12:.2f} TB/s, read and written")
     rows: list[dict[str, Any]] = []
-    for part in (bench_losses(clock, copy, quick), bench_small(clock, quick), bench_linears(clock, quick)):
+    payload = {"provenance": provenance(), "copy bytes per second": copy, "rows": rows}
+    for part in (bench_losses(clock, copy, quick), bench_linears(clock, quick), bench_small(clock, quick)):
         try:
-            rows.extend(part)
+            for measured in part:
+                rows.append(measured)
+                save("bench-gpu", payload, folder)
         except Exception:
             say(traceback.format_exc())
             rows.append({"claim": "interrupted by an error", "size": "", "ours ms": None, "peer": "", "peer ms": None,
                          "ratio": None, "bound": None, "verdict": "MISSED"})  # fmt: skip
     say("\n" + table([{k: v for k, v in row.items() if k != "details"} for row in rows]))
-    return rows, copy
+    save("bench-gpu", payload, folder)
 
 
 def main() -> int:
@@ -887,14 +891,13 @@ def main() -> int:
     if options.tune:
         save("tune-gpu", {"provenance": provenance(), "times": tune(deadline)}, options.out)
     if options.bench or not (options.check or options.tune):
-        rows, copy = bench(options.quick)
-        save("bench-gpu", {"provenance": provenance(), "copy bytes per second": copy, "rows": rows}, options.out)
+        bench(options.quick, options.out)
     return status
 
 
 def save(name: str, payload: dict[str, Any], folder: Path | None) -> None:
     if folder is None:
-        say(write(name, payload))
+        write(name, payload)
     else:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{name}.json").write_text(json.dumps(payload, indent=1) + "\n")

@@ -23,6 +23,9 @@ DEVICE = "cuda" if GPU else "cpu"
 INSIDE = GPU or os.environ.get("TRITON_INTERPRET") == "1"
 CANNOT = 77
 
+# On a GPU some of torch's own operations say that they can't promise the same bits twice.
+pytestmark = pytest.mark.filterwarnings("ignore:.*deterministic")
+
 
 def test_everything_in_a_process_of_its_own():
     command = [sys.executable, "-m", "pytest", __file__, "-q", "-x", "-o", "python_functions=check_*", "-W", "error"]

@@ -158,7 +158,9 @@ def linear_gsoftmax_cross_entropy(
     """
     lam = _check_lam(lam)
     h, target, shape = _flatten_linear(h, weight, target, bias)
-    mu, sigma = _gaussians(weight.new_empty((1, weight.shape[0]), device="meta"), mu, sigma, lam)
+    autocast = torch.is_autocast_enabled(h.device.type)
+    dtype = torch.get_autocast_dtype(h.device.type) if autocast else h.dtype  # what F.linear gives
+    mu, sigma = _gaussians_for(weight.shape[0], dtype, h.device, mu, sigma, lam)
     _check_sigma(sigma)
     loss = _linear_cross_entropy(
         h, weight, bias, target, mu, sigma, lam, class_weight, ignore_index, reduction, label_smoothing, impl
@@ -493,22 +495,33 @@ def _check_lam(lam: float) -> float:
 
 
 def _gaussians(x: Tensor, mu: Tensor | float, sigma: Tensor | float, lam: float = 1.0) -> tuple[Tensor, Tensor]:
-    """mu and sigma as (C,) tensors in the dtype the arithmetic is done in."""
-    classes, dtype = x.shape[_class_dim(x)], _compute_dtype(x)
-    values = []
-    for name, v in (("mu", mu), ("sigma", sigma)):
-        if not isinstance(v, Tensor):
-            if isinstance(v, bool) or not isinstance(v, (int, float)):
-                raise TypeError(f"{name} must be a tensor of shape ({classes},) or a number, got {type(v).__name__}")
-            v = torch.full((classes,), float(v), dtype=dtype, device=x.device if x.device.type != "meta" else None)
-        elif v.shape != (classes,):
-            raise ValueError(f"{name} must have shape ({classes},), one value for each class, got {tuple(v.shape)}")
-        elif not v.is_floating_point():
-            raise TypeError(f"{name} must be floating point, got {v.dtype}")
-        values.append(v.to(dtype))
-    if x.dtype == torch.float16:
-        values[1] = _hold(values[1], _HALF_SIGMA_MIN * max(lam, 1.0))
-    return values[0], values[1]
+    """mu and sigma as (C,) tensors in the dtype the arithmetic on x is done in."""
+    return _gaussians_for(x.shape[1 if x.ndim > 1 else 0], x.dtype, x.device, mu, sigma, lam)
+
+
+def _gaussians_for(
+    classes: int, dtype: torch.dtype, device: torch.device, mu: Tensor | float, sigma: Tensor | float, lam: float
+) -> tuple[Tensor, Tensor]:
+    compute = torch.float64 if dtype is torch.float64 else torch.float32
+    if not (isinstance(mu, Tensor) and mu.dtype is compute and mu.shape == (classes,)):
+        mu = _gaussian_parameter("mu", mu, classes, compute, device)
+    if not (isinstance(sigma, Tensor) and sigma.dtype is compute and sigma.shape == (classes,)):
+        sigma = _gaussian_parameter("sigma", sigma, classes, compute, device)
+    if dtype is torch.float16:
+        sigma = _hold(sigma, _HALF_SIGMA_MIN * max(lam, 1.0))
+    return mu, sigma
+
+
+def _gaussian_parameter(name: str, v: Tensor | float, classes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if not isinstance(v, Tensor):
+        if isinstance(v, bool) or not isinstance(v, (int, float)):
+            raise TypeError(f"{name} must be a tensor of shape ({classes},) or a number, got {type(v).__name__}")
+        return torch.full((classes,), float(v), dtype=dtype, device=device)
+    if v.shape != (classes,):
+        raise ValueError(f"{name} must have shape ({classes},), one value for each class, got {tuple(v.shape)}")
+    if not v.is_floating_point():
+        raise TypeError(f"{name} must be floating point, got {v.dtype}")
+    return v.to(dtype)
 
 
 def _hold(sigma: Tensor, low: float) -> Tensor:

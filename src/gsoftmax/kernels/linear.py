@@ -25,8 +25,8 @@ __all__ = ["linear_cross_entropy"]
 
 # The smallest x worth cutting, in elements: 512 MiB of bfloat16 on a GPU, and what stays in the caches of a CPU.
 CHUNK = {"cuda": 1 << 28, "cpu": 1 << 22}
-# dW of half-precision weights is summed over chunks in float32 where that takes no more bytes than this.  Otherwise it is
-# summed in the weights' own dtype, over chunks twice as large, so that few sums are rounded.
+# dW of half-precision weights is summed over chunks in float32 where that takes no more bytes than this.  Otherwise it
+# is summed in the weights' own dtype, over chunks twice as large, so that few sums are rounded.
 FLOAT32_SUM = 1 << 30
 
 
@@ -232,7 +232,7 @@ def _add_product(total: Tensor | None, dx: Tensor, h: Tensor, exact: bool) -> Te
     """total + dx^T h, in place; the first call has no total yet.  exact: the total is float32 or better."""
     if not exact or dx.dtype not in (torch.bfloat16, torch.float16):
         return torch.mm(dx.t(), h) if total is None else total.addmm_(dx.t(), h)
-    if not dx.is_cuda:
+    if not dx.is_cuda or torch.version.hip:
         product = torch.mm(dx.t(), h)
         return product.float() if total is None else total.add_(product)
     # Half-precision factors, sum in float32: the products are never rounded on the way.

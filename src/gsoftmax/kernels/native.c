@@ -68,10 +68,10 @@ enum {
     GRAIN = 1 << 14, /* elements below which another thread does not pay */
 };
 
-/* u = (x - mu) / sigma is scaled by UNIT, so that exp(-u^2 / 2) = 2^(-w^2) with w = UNIT u, and held to 13.2 standard
- * deviations: there 2^(-w^2) is still a normal number, and Phi is 0 or 1 to the last bit.  x = -inf becomes finite. */
+/* u = (x - mu) / sigma is scaled by UNIT, so that exp(-u^2 / 2) = 2^(-w^2) with w = UNIT u, and held to 14 standard
+ * deviations, where Phi is 0 or 1 and phi 0 to the last bit: x = -inf becomes finite. */
 #define UNIT 0.84932180028801904272 /* sqrt(log2(e) / 2) */
-#define W_MAX ((float)(13.2 * UNIT))
+#define W_MAX ((float)(14 * UNIT))
 #define LOG2_E 1.44269504088896341f
 /* 2^f = 1 + P1 f + ... on [-1/2, 1/2] */
 #define P1 0.6931469768700995f
@@ -403,8 +403,8 @@ __attribute__((visibility("default"))) int64_t gsoftmax_cross_entropy(const stru
         const int q = grad && (!j->dx || j->dtype != FLOAT32 || (j->dx_stride[1] != 1 && c > 1));
         const int y = !j->label && j->prob_stride[1] != 1 && c > 1;
         const int64_t sums = j->dmu ? 2 * cp * 4 : 0, scratch = round_up(p.group * cp * 4, 64);
-        bytes = round_up(sums, 64) * (wide ? 3 : 1) + scratch * (x + q + y + 2 * grad) + GROUP * SHORT * 4 + TILE * 4 * 2;
-        bytes += round_up(p.group * p.tiles * 4, 64);
+        bytes = round_up(sums, 64) * (wide ? 3 : 1) + scratch * (x + q + y + 2 * grad);
+        bytes += GROUP * SHORT * 4 + 2 * TILE * 4 + round_up(p.group * p.tiles * 4, 64);
         if (!(run->memory = at = aligned(bytes))) {
             failed = 1;
             break;
@@ -453,10 +453,9 @@ static inline V FN(sign_of)(V a, V sign) { /* a >= 0 with the sign of `sign` */
     return _mm512_or_ps(a, _mm512_and_ps(sign, _mm512_set1_ps(-0.0f)));
 }
 static inline V FN(round)(V a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-/* a * 2^n; and the same where v >= low (or NaN), else 0 */
-static inline V FN(scale)(V a, V n) { return _mm512_scalef_ps(a, n); }
-static inline V FN(scale_above)(V a, V n, V v, float low) {
-    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(v, _mm512_set1_ps(low), _CMP_NLT_UQ), a, n);
+/* a * 2^n where v >= -126 (or NaN), else 0: normal numbers only */
+static inline V FN(scale)(V a, V n, V v) {
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(v, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), a, n);
 }
 static inline float FN(sum)(V a) { return _mm512_reduce_add_ps(a); }
 static inline float FN(top)(V a) { return _mm512_reduce_max_ps(a); }
@@ -481,12 +480,10 @@ static inline V FN(min)(V a, V b) { return _mm256_min_ps(a, b); }
 static inline V FN(abs)(V a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
 static inline V FN(sign_of)(V a, V sign) { return _mm256_or_ps(a, _mm256_and_ps(sign, _mm256_set1_ps(-0.0f))); }
 static inline V FN(round)(V a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-static inline V FN(scale)(V a, V n) {
+static inline V FN(scale)(V a, V n, V v) {
     const __m256i power = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
-    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), power));
-}
-static inline V FN(scale_above)(V a, V n, V v, float low) {
-    return _mm256_and_ps(_mm256_cmp_ps(v, _mm256_set1_ps(low), _CMP_NLT_UQ), FN(scale)(a, n));
+    const V scaled = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), power));
+    return _mm256_and_ps(_mm256_cmp_ps(v, _mm256_set1_ps(-126.0f), _CMP_NLT_UQ), scaled);
 }
 static inline float FN(sum)(V a) {
     __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
@@ -503,7 +500,8 @@ static inline float FN(top)(V a) {
 
 #define V FN(vector)
 typedef float V __attribute__((vector_size(16)));
-typedef int32_t FN(bits) __attribute__((vector_size(16)));
+typedef int32_t FN(ints) __attribute__((vector_size(16)));
+typedef uint32_t FN(bits) __attribute__((vector_size(16))); /* wraps where lanes that are not wanted overflow */
 static inline V FN(set)(float a) { return (V){a, a, a, a}; }
 static inline V FN(load)(const float *p) {
     V a;
@@ -518,14 +516,16 @@ static inline V FN(load_first)(const float *p, int n, float rest) {
 }
 static inline void FN(store_first)(float *p, V a, int n) { memcpy(p, &a, (size_t)n * 4); }
 static inline V FN(pick)(FN(bits) mask, V a, V b) { return (V)((mask & (FN(bits))a) | (~mask & (FN(bits))b)); }
-static inline V FN(max)(V a, V b) { return FN(pick)(a > b, a, b); }
-static inline V FN(min)(V a, V b) { return FN(pick)(a < b, a, b); }
+static inline V FN(max)(V a, V b) { return FN(pick)((FN(bits))(a > b), a, b); }
+static inline V FN(min)(V a, V b) { return FN(pick)((FN(bits))(a < b), a, b); }
 static inline V FN(abs)(V a) { return (V)((FN(bits))a & 0x7fffffff); }
-static inline V FN(sign_of)(V a, V sign) { return (V)((FN(bits))a | ((FN(bits))sign & (int32_t)0x80000000)); }
+static inline V FN(sign_of)(V a, V sign) { return (V)((FN(bits))a | ((FN(bits))sign & 0x80000000)); }
 /* Adding 1.5 * 2^23 leaves no bits for a fraction; |a| < 2^22. */
 static inline V FN(round)(V a) { return (a + 12582912.0f) - 12582912.0f; }
-static inline V FN(scale)(V a, V n) { return (V)((FN(bits))a + (__builtin_convertvector(n, FN(bits)) << 23)); }
-static inline V FN(scale_above)(V a, V n, V v, float low) { return (V)((FN(bits))FN(scale)(a, n) & ~(v < low)); }
+static inline V FN(scale)(V a, V n, V v) {
+    const FN(bits) power = (FN(bits))__builtin_convertvector(n, FN(ints)) << 23;
+    return (V)(((FN(bits))a + power) & (FN(bits))~(v < -126.0f));
+}
 static inline float FN(sum)(V a) { return (a[0] + a[2]) + (a[1] + a[3]); }
 static inline float FN(top)(V a) {
     const float b = a[0] > a[2] ? a[0] : a[2], c = a[1] > a[3] ? a[1] : a[3];
@@ -547,7 +547,7 @@ static inline V FN(power)(V f) {
  * bit of log2(e). */
 static inline V FN(exp)(V v) {
     const V w = v * LOG2_E, n = FN(round)(w);
-    return FN(scale_above)(FN(power)(v * LOG2_E - n), n, w, -126.0f);
+    return FN(scale)(FN(power)(v * LOG2_E - n), n, w);
 }
 
 /* Phi(u) - 1/2, where the lower tail is Phi(-|u|) = exp(-u^2 / 2) (b1 t + ... + b6 t^6), t = 1 / (1 + b0 |u|): the form
@@ -574,7 +574,7 @@ static float FN(adjust)(const float *restrict x, const float *restrict mu, const
     for (int k = 0; k < n; k += W) {
         const V a = n - k >= W ? FN(load)(x + k) : FN(load_first)(x + k, n - k, -INFINITY);
         const V b = FN(standard)(a, FN(load)(mu + k), FN(load)(to_w + k)), square = -(b * b), m = FN(round)(square);
-        const V d = FN(scale)(FN(power)(square - m), m), v = FN(phi)(b, d) * lam + a;
+        const V d = FN(scale)(FN(power)(square - m), m, square), v = FN(phi)(b, d) * lam + a;
         FN(store)(w + k, b);
         FN(store)(e + k, d);
         FN(store)(z + k, v);
@@ -749,13 +749,14 @@ static void FN(rows)(const struct plan *p, struct run *run, int64_t first, int64
                                    run->z + (r - r0) * SHORT, n, (float)j->lam);
                 }
                 for (int64_t r = r0; r < next; r++) {
-                    /* The sum so far is about the highest maximum so far. */
-                    const float m = run->top[r * p->tiles + t];
-                    const double new_top = m > top[r] ? m : top[r];
-                    const double keep = top[r] == new_top ? 1 : t ? exp(top[r] - new_top) : 0;
-                    const double share = m == new_top ? 1 : exp(m - new_top);
-                    float *z = run->z + (r - r0) * SHORT;
+                    float m, *z = run->z + (r - r0) * SHORT;
+                    double new_top, keep, share;
                     if (label[r] == INT64_MIN) continue;
+                    /* The sum so far is about the highest maximum so far. */
+                    m = run->top[r * p->tiles + t];
+                    new_top = m > top[r] ? m : top[r];
+                    keep = top[r] == new_top ? 1 : t ? exp(top[r] - new_top) : 0;
+                    share = m == new_top ? 1 : exp(m - new_top);
                     if (label[r] >= c0 && label[r] < c1) hit[r] = z[label[r] - c0];
                     if (dense) {
                         double part = 0, d = FN(dot)(z, y[r] ? y[r] + c0 : NULL, p->y0 + c0, p->y1 + c0, n, m, &part);

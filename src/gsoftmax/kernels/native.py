@@ -18,6 +18,7 @@ INSTRUCTIONS = {1: "baseline", 2: "AVX2", 3: "AVX-512"}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 _BAD_LABEL, _BAD_SIGMA = 1, 2
+_NUMBER = torch.empty((), dtype=torch.float32)
 _NO_STRIDES: tuple[int, ...] = (0, 0, 0)
 # `struct job` of native.c, field by field.
 _pack = struct.Struct("@11Q 4q 9q 3q Q q 3d".replace(" ", "")).pack
@@ -122,7 +123,7 @@ def evaluate(
         loss = _empty(shape[:1] + shape[2:] if dims > 1 else (), dtype=torch.float32)
         row_grad = None if grad is None else grad.to(torch.float32).contiguous()
     else:
-        loss = _empty((), dtype=torch.float32)
+        loss = _empty_like(_NUMBER)
         scale = 1.0 if grad is None else float(grad)
     dx = dmu = dsigma = None
     dx_strides = _NO_STRIDES
