@@ -7,6 +7,7 @@ from types import ModuleType
 
 from . import functional, kernels, schedules
 from ._version import __version__
+from .attach import attach, attached_loss, check_optimised, head_of
 from .gaussians import GaussianLogits, param_groups
 from .heads import GSoftmaxHead, LSoftmaxHead, SoftmaxHead
 from .losses import GSoftmaxLoss, MultiLabelGSoftmaxLoss
@@ -19,13 +20,30 @@ __all__ = [
     "MultiLabelGSoftmaxLoss",
     "SoftmaxHead",
     "__version__",
+    "attach",
+    "attached_loss",
+    "check_optimised",
     "functional",
+    "head_of",
     "kernels",
     "param_groups",
     "schedules",
 ]
 
-_ON_FIRST_USE = ("backbones", "compare", "data", "geometry", "metrics", "significance", "torchmetrics", "train")
+_ON_FIRST_USE = (
+    "analyze",
+    "backbones",
+    "compare",
+    "data",
+    "export",
+    "geometry",
+    "metrics",
+    "recipes",
+    "report",
+    "significance",
+    "torchmetrics",
+    "train",
+)
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -82,6 +82,10 @@ class GaussianLogits(nn.Module):
         self.mu: Tensor
         self.rho: Tensor
         self.reset_parameters()
+        if gaussians == "learned":
+            from .attach import check_optimised  # late: attach imports this module
+
+            check_optimised(self)
 
     @property
     def lam(self) -> float:
@@ -155,7 +159,7 @@ class GaussianLogits(nn.Module):
         mu, sigma = self.mu.to(functional._compute_dtype(self.mu)), self.sigma
         d = _rows(x, self.num_classes).to(mu.dtype) - mu  # (rows, classes)
         if keep is None:
-            n, s1, s2 = d.new_tensor([len(d)]), d.sum(dim=0), (d * d).sum(dim=0)
+            n, s1, s2 = d.new_full((1,), d.shape[0]), d.sum(dim=0), (d * d).sum(dim=0)
         else:
             w = keep.reshape(-1).to(d.dtype)
             d = torch.where(keep.reshape(-1, 1), d, 0.0)
