@@ -85,7 +85,7 @@ def provenance() -> dict[str, Any]:
 
     info: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join(["python", "-m", _module(), *sys.argv[1:]]),
+        "command": " ".join(["python", "-m", _module(), *(a for a in sys.argv[1:] if "/" not in a and a != "--out")]),
         "commit": _output("git", "rev-parse", "--short=12", "HEAD"),
         "uncommitted changes": bool(_output("git", "status", "--porcelain")),
         "platform": platform.platform(),

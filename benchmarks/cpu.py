@@ -160,7 +160,7 @@ def lines(n: int, c: int, found: dict[str, Any], memory: dict[str, float | None]
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu", description=__doc__.splitlines()[0])
     parser.add_argument("--compile", action="store_true", help="also torch.compile of cross entropy and of the formula")
-    parser.add_argument("--seconds", type=float, default=8.0, help="about the time for each size")
+    parser.add_argument("--seconds", type=float, default=5.0, help="about the time for each pair of contenders")
     parser.add_argument("--threads", type=int, default=2, help="torch's threads; the bounds are for two")
     parser.add_argument("--no-write", action="store_true", help="leave results/bench-cpu.json alone")
     parser.add_argument("--time", nargs=2, type=int, metavar=("N", "C"), help=argparse.SUPPRESS)
