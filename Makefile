@@ -23,7 +23,7 @@ demo: setup
 	$(BIN)/gsoftmax compare digits --out runs/demo
 
 test: setup
-	$(BIN)/python -m pytest -q -n 2
+	$(BIN)/python -m pytest -q -n 2 -rs
 
 test-slow: setup
 	$(BIN)/python -m pytest -q -n 2 -m slow

@@ -17,4 +17,4 @@ def test_readme_block_runs(block):
 
 
 def test_there_are_blocks():
-    assert len(BLOCKS) == 2
+    assert len(BLOCKS) == 3

@@ -133,10 +133,39 @@ def _parser() -> argparse.ArgumentParser:
     c.add_argument("--data", metavar="DIR", help="folder of the published datasets")
     c.add_argument("--smoke", action="store_true", help="small generated files in the dataset's format, two epochs")
 
+    c = add(
+        "analyze",
+        _analyze,
+        "measure the classes of any model from a file of its outputs: .npz, .safetensors or .csv with x and y",
+        """\
+        example:
+          gsoftmax analyze softmax.npz --against mine.npz      # two models on the same images
+        """,
+    )
+    c.add_argument(
+        "outputs", metavar="OUTPUTS", help="x (N, C), y (N,) or (N, C), if there are p, names, mu, sigma, lam"
+    )
+    c.add_argument("--against", metavar="OTHER", help="another model's outputs on the same images")
+    _report_options(c)
+
+    c = add("report", _report, "tables, figures and the page from run folders or the folder of a comparison")
+    c.add_argument("runs", nargs="*", metavar="RUN")
+    c.add_argument("--paper", metavar="DIR", help="the paper's tables beside the runs of `gsoftmax reproduce` in DIR")
+    _report_options(c)
+
     add("datasets", _datasets, "list datasets: shapes, sources, what the folder must look like")
     add("recipes", _recipes, "list recipes with the published numbers")
     add("heads", _heads, "list heads and their options")
     return parser
+
+
+def _report_options(c: argparse.ArgumentParser) -> None:
+    c.add_argument("--out", help="folder to write to")
+    c.add_argument(
+        "--tables", default="md,tex,csv", help="md, tex, csv, txt, separated by commas (default: md,tex,csv)"
+    )
+    c.add_argument("--figures", default="svg", help="svg, png, pdf (default: svg)")
+    c.add_argument("--class", dest="class_name", metavar="NAME", help="the class of the figures of one class")
 
 
 def _changes(pairs: Sequence[str]) -> dict[str, Any]:
@@ -213,7 +242,10 @@ def _compare(args: argparse.Namespace) -> None:
     print("\n" + compare.tables(summary) + "\n")
     for sentence in compare.verdicts(summary):
         print(textwrap.fill(sentence, 100, subsequent_indent="  "))
-    print(f"\n{report.write_page(summary, out, f'{args.what}: {chr(44).join(heads)}')}")
+    try:
+        print(f"\n{report.write_page(summary, out, f'{args.what}: {chr(44).join(heads)}')}")
+    except ValueError as error:  # the runs and their numbers are there all the same
+        print(f"\nno page was written: {error}")
 
 
 def _train(args: argparse.Namespace) -> None:
@@ -286,6 +318,35 @@ def _reproduce(args: argparse.Namespace) -> None:
             else:
                 ours = 100 * result[metric]
                 print(f"{recipe.name:32}{metric:12}{published:10.2f}{ours:10.2f}{ours - published:+12.2f}")
+
+
+def _analyze(args: argparse.Namespace) -> None:
+    from . import report
+
+    doc = report.from_outputs(args.outputs, args.against)
+    _write_report(args, doc, f"{Path(args.outputs).stem}-report")
+
+
+def _report(args: argparse.Namespace) -> None:
+    from . import report
+
+    if args.paper:
+        tables, paths = report.write_paper_tables(args.paper, args.out or "paper-tables", _words(args.tables))
+        print("\n\n".join(table.text() for table in tables), *paths, sep="\n")
+    else:
+        _write_report(args, report.from_runs(args.runs), args.runs[0] if len(args.runs) == 1 else "report")
+
+
+def _write_report(args: argparse.Namespace, doc: Any, out: str) -> None:
+    from . import report
+
+    print(report.terminal(doc), end="\n\n")
+    options = {"tables": _words(args.tables), "figures": _words(args.figures), "name": args.class_name}
+    print(*report.write(doc, args.out or out, **options), sep="\n")
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def _datasets(args: argparse.Namespace) -> None:

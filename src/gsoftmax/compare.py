@@ -252,6 +252,7 @@ def p_value(p: float) -> str:
 
 def _number(v: float, sign: bool = False) -> str:
     digits = 2 if abs(v) >= 10 else 3 if abs(v) >= 1 else 4
+    v = round(v, digits) + 0.0  # no -0.0000
     return f"{v:+.{digits}f}" if sign else f"{v:.{digits}f}"
 
 

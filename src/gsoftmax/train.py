@@ -20,6 +20,7 @@ import math
 import os
 import platform
 import re
+import shlex
 import shutil
 import sys
 import time
@@ -436,7 +437,10 @@ def train(
     seconds = time.perf_counter() - started
     result, outputs = evaluate(best, dataset, config, config.evaluate_on)
     if config.train_geometry:
-        result |= {f"train_{k}": v for k, v in class_geometry(best, dataset, config, "train").items()}
+        stats = class_statistics(best, dataset, config, "train")
+        result |= {f"train_{k}": v for k, v in stats.geometry().average().items()}
+        if dataset.num_classes <= 1000:  # what the report draws the training set's Gaussians from; 16 MB at most
+            outputs |= {f"train_{k}": v.cpu() for k, v in stats.state_dict().items()}
     result |= {"seconds": seconds, "epochs": config.epochs, "examples_per_second": seen / max(seconds, 1e-9)}
     if folder is not None:
         folder.finish(result, outputs)
@@ -559,12 +563,14 @@ def evaluate(
     return score(x, p, y, dataset.multilabel) | stats.geometry().average(), outputs
 
 
-def class_geometry(network: Network, dataset: data_room.Dataset, config: Config, part: str) -> dict[str, float]:
-    """Averages of compactness, separability, ratio and their companions over the classes of a split."""
+def class_statistics(
+    network: Network, dataset: data_room.Dataset, config: Config, part: str
+) -> geometry.ClassStatistics:
+    """Mean and deviation of every output for every class of a split."""
     stats = geometry.ClassStatistics(dataset.num_classes, multilabel=dataset.multilabel)
     for x, _, y in collect(network, dataset, config, part):
         stats.update(positive_outputs(x), y)
-    return stats.geometry().average()
+    return stats
 
 
 def positive_outputs(x: Tensor) -> Tensor:  # (N, C), or (N, 2, L) -> (N, L)
@@ -713,5 +719,5 @@ def environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "gpu": gpu,
         "threads": torch.get_num_threads(),
-        "command": " ".join(Path(a).name if i == 0 else a for i, a in enumerate(sys.argv)),
+        "command": shlex.join(["gsoftmax", *sys.argv[1:]]),
     }

@@ -1,0 +1,100 @@
+"""The report: figures, tables and one page, from a comparison, from run folders or from anybody's outputs."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .data import Document, from_analysis, from_comparison, from_runs
+from .tables import Table, paper_tables
+
+__all__ = [
+    "Document",
+    "Table",
+    "from_analysis",
+    "from_comparison",
+    "from_outputs",
+    "from_runs",
+    "paper_tables",
+    "terminal",
+    "write",
+    "write_page",
+    "write_paper_tables",
+]
+
+
+def write_page(summary: Mapping[str, Any], out: str | os.PathLike[str], title: str) -> Path:
+    """Writes `out`/report.html for a comparison whose runs are in `out`, and returns its path."""
+    from . import page
+
+    return page.write(from_comparison(summary, out, title), out)
+
+
+def from_outputs(
+    outputs: str | os.PathLike[str], against: str | os.PathLike[str] | None = None, title: str | None = None
+) -> Document:
+    """The document of a file of outputs (see `gsoftmax.outputs`), or of two on the same test set."""
+    from ..analyze import analyze, compare_outputs
+
+    if against is None:
+        return from_analysis(analyze(outputs), title=title)
+    return from_analysis(*compare_outputs(outputs, against), title=title)
+
+
+def write(
+    doc: Document,
+    out: str | os.PathLike[str],
+    *,
+    tables: Sequence[str] = (),
+    figures: Sequence[str] = (),
+    name: str | None = None,
+) -> list[Path]:
+    """Writes the page into `out`, and the tables (md, tex, csv, txt) and figures (svg, png, pdf) that are asked for.
+
+    name: the class that figures of one class show (the first, if not given).
+    """
+    from . import figures as figure_room
+    from . import page
+    from . import tables as table_room
+
+    out = Path(out)
+    chosen = 0
+    if name is not None:
+        if name not in doc["classes"]:
+            some = ", ".join(doc["classes"][:10])
+            raise ValueError(f"class {name!r} is not among the {len(doc['classes'])} classes: {some} ...")
+        chosen = doc["classes"].index(name)
+    made = table_room.of_document(doc)
+    paths = [page.write(doc, out)]
+    if tables:
+        paths += table_room.write(made, out, tables, csv_tables=[table_room.summary_by_seed(doc), *made[1:]])
+    if figures:
+        paths += figure_room.write(doc, out / "figures", figures, c=chosen)
+    return paths
+
+
+def write_paper_tables(
+    runs: str | os.PathLike[str], out: str | os.PathLike[str], formats: Sequence[str]
+) -> tuple[list[Table], list[Path]]:
+    """The paper's tables beside the runs of `gsoftmax reproduce`, written into `out`."""
+    from . import tables as table_room
+
+    made = paper_tables(runs)
+    return made, table_room.write(made, Path(out), formats)
+
+
+def terminal(doc: Document, most: int = 60) -> str:
+    """The verdicts, the notes and the tables for a terminal; of a long table the first rows."""
+    from . import tables as table_room
+
+    parts = [textwrap.fill(table_room.plain(v), 100, subsequent_indent="  ") for v in doc["verdicts"]]
+    parts += [textwrap.fill(f"note: {table_room.plain(n)}", 100, subsequent_indent="  ") for n in doc["notes"]]
+    for table in table_room.of_document(doc):
+        if len(table.rows) > most:
+            note = f"... and {len(table.rows) - most:,} rows more, in the CSV"
+            table = Table(table.title, table.header, table.rows[:most], note)
+        parts += ["", table.text()]
+    return "\n".join(parts)

@@ -1,0 +1,421 @@
+"""The document: everything a report shows, as plain lists and numbers that can be written as JSON.
+
+Tables, figures and the page read nothing else, so they work the same from a comparison, from run folders, from
+anybody's outputs, and from a document that was saved.  nan and inf are None.
+
+    title, kind ("compare" or "analyze"), verdicts, notes, multilabel, classes, heads, seeds, splits, measures
+    metrics        metric -> head -> values (one a seed), mean, sd, low, high (interval of the mean), paired
+    geometry       one entry a (head, seed, split): the measures of every class, count, own, other, overall, learned,
+                   learned_measures, nearest
+    points         one a (head, seed): c class, own, j output, x, p
+    calibration    one a (head, seed): count, confidence, right
+    curves         one a (head, seed): epoch, loss, lr, ...
+    over_classes   head -> measure -> paired difference from the first head
+    over_images    paired and mcnemar, of two models on the same images
+    correlations   of geometry with the classes' scores
+    config, environment, commands
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import geometry, significance
+from ..analyze import Analysis, ClassGaussians, Comparison, analyze, class_gaussians
+from ..compare import MULTI, PERCENT, SINGLE, SMALLER_IS_BETTER, folder_name, p_value, verdicts
+from ..train import Config, environment, read_config, read_result, read_rows
+from .tables import plain, signed
+
+Document = dict[str, Any]
+
+PAPER = ("compactness", "separability", "ratio")
+_MOST_POINTS = 60_000  # in all
+_MOST_EPOCHS = 200  # of a learning curve
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From runs
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def from_comparison(summary: Mapping[str, Any], out: str | os.PathLike[str], title: str) -> Document:
+    """The document of a comparison: its summary, and its runs `out`/HEAD/seed-N."""
+    runs = {
+        (head, seed): Path(out) / folder_name(head) / f"seed-{seed}"
+        for head in summary["heads"]
+        for seed in summary["seeds"]
+    }
+    return _from_runs(summary, runs, title)
+
+
+def from_runs(paths: Sequence[str | os.PathLike[str]], title: str | None = None) -> Document:
+    """The document of run folders, or of the folder of one comparison."""
+    folders = [Path(p) for p in paths]
+    if not folders:
+        raise ValueError("report needs at least one run folder")
+    if len(folders) == 1 and (folders[0] / "summary.json").exists():
+        summary = json.loads((folders[0] / "summary.json").read_text())
+        return from_comparison(summary, folders[0], title or folders[0].resolve().name)
+    found: dict[str, dict[int, tuple[Path, dict[str, Any]]]] = {}
+    kinds: dict[str, Path] = {}
+    for folder in folders:
+        config, result = read_config(folder), read_result(folder)
+        if config is None or result is None:
+            raise ValueError(f"{folder} holds neither a finished run nor a comparison")
+        kinds.setdefault(config.data, folder)
+        runs = found.setdefault(head_name(config), {})
+        if config.seed in runs:
+            raise ValueError(f"{folder} and {runs[config.seed][0]} hold the same head and seed")
+        runs[config.seed] = folder, result
+    if len(kinds) > 1:
+        raise ValueError(f"runs of one report must be on the same data, got {' and '.join(kinds)}")
+    heads = sorted(found, key=lambda h: (h != "softmax", list(found).index(h)))  # softmax is the reference
+    seeds = sorted(set.intersection(*(set(runs) for runs in found.values())))
+    if not seeds:
+        raise ValueError("the heads of a report must have a seed in common, got none")
+    left = sum(len(runs) for runs in found.values()) - len(seeds) * len(heads)
+    results = {h: [found[h][s][1] for s in seeds] for h in heads}
+    summary = summarise(results, seeds)
+    doc = _from_runs(summary, {(h, s): found[h][s][0] for h in heads for s in seeds}, title or ", ".join(heads))
+    if left:
+        doc["notes"].append(f"{left} runs left out: their seed is not there for every head")
+    return doc
+
+
+def summarise(results: Mapping[str, Sequence[Mapping[str, Any]]], seeds: Sequence[int]) -> dict[str, Any]:
+    """What `compare.summarise` gives, from the final metrics of runs wherever they are."""
+    heads = list(results)
+    multilabel = "mAP" in results[heads[0]][0]
+    metrics: dict[str, Any] = {}
+    for metric in MULTI if multilabel else SINGLE:
+        scale = 100.0 if metric in PERCENT else 1.0
+        values = {h: scale * np.array([r[metric] for r in results[h]], dtype=float) for h in heads}
+        metrics[metric] = {}
+        for h, v in values.items():
+            row: dict[str, Any] = {"values": v.tolist(), "mean": float(v.mean())}
+            row["sd"] = float(v.std(ddof=1)) if len(v) > 1 else None
+            if h != heads[0] and len(v) > 1:
+                row["paired"] = asdict(significance.paired(values[heads[0]], v))
+            metrics[metric][h] = row
+    return {"heads": heads, "seeds": list(seeds), "metrics": metrics, "multilabel": multilabel}
+
+
+def head_name(config: Config) -> str:
+    """A head as it is written on the command line.
+
+    >>> head_name(Config(head="gsoftmax", head_options={"lam": 4, "gaussians": "tracked"}))
+    'gsoftmax(lam=4, gaussians=tracked)'
+    """
+    options = ", ".join(f"{k}={v}" for k, v in config.head_options.items())
+    return f"{config.head}({options})" if options else config.head
+
+
+def _from_runs(summary: Mapping[str, Any], runs: Mapping[tuple[str, int], Path], title: str) -> Document:
+    heads, seeds = list(summary["heads"]), list(summary["seeds"])
+    doc = _blank(title, "compare", heads, seeds, bool(summary["multilabel"]))
+    doc["verdicts"] = verdicts(dict(summary))
+    doc["metrics"] = _with_intervals(summary["metrics"])
+    ready = {key: run for key, run in runs.items() if (run / "outputs.safetensors").exists()}
+    if len(ready) < len(runs):
+        doc["notes"].append(
+            f"{len(runs) - len(ready)} of {len(runs)} runs have no outputs: the figures do without them"
+        )
+    found: dict[tuple[str, int], Analysis] = {}
+    notes: dict[str, int] = {}
+    for (head, seed), run in ready.items():
+        a = analyze(run, points=min(500, _MOST_POINTS // (len(runs) * _classes_in(run))), name=head)
+        found[head, seed] = a
+        _add_analysis(doc, a, head, seed)
+        _add_train(doc, run, head, seed)
+        _add_curve(doc, run, head, seed)
+        for note in a.notes:
+            notes[note] = notes.get(note, 0) + 1
+    doc["notes"] += [note if n == len(ready) else f"{note} (in {n} of {len(ready)} runs)" for note, n in notes.items()]
+    doc["over_classes"] = {
+        head: _json(_paired_over_classes(found, heads[0], head))
+        for head in heads[1:]
+        if (heads[0], seeds[0]) in found and (head, seeds[0]) in found
+    }
+    doc["correlations"] = _correlations(found)
+    _add_origin(doc, list(ready.values()))
+    return doc
+
+
+def _classes_in(run: Path) -> int:
+    from ..outputs import open_outputs
+
+    return open_outputs(run).num_classes
+
+
+def _add_train(doc: Document, run: Path, head: str, seed: int) -> None:
+    """Class statistics of the training set, where the run saved them beside its outputs."""
+    from safetensors import safe_open
+
+    with safe_open(run / "outputs.safetensors", "pt") as file:
+        keys = {k.removeprefix("train_") for k in file.keys() if k.startswith("train_")}  # noqa: SIM118 - not a dict
+        if not {"form", "count", "mean", "m2"} <= keys:
+            return
+        state = {k: file.get_tensor(f"train_{k}") for k in ("form", "count", "mean", "m2")}
+    form = int(state["form"])
+    stats = geometry.ClassStatistics(len(state["count"]), multilabel=form == 2, pooled=form == 1)
+    stats.load_state_dict(state)
+    doc["geometry"].append(_geometry(stats.geometry(), class_gaussians(stats), head, seed, "train"))
+    if "train" not in doc["splits"]:
+        doc["splits"].append("train")
+
+
+def _add_curve(doc: Document, run: Path, head: str, seed: int) -> None:
+    rows = [row for row in read_rows(run) if "epoch" in row and not row.get("final")]
+    if not rows:
+        return
+    step = -(-len(rows) // _MOST_EPOCHS)
+    thin = [row for i, row in enumerate(rows) if i % step == 0 or i == len(rows) - 1]
+    keys = [k for k in thin[-1] | thin[0] if k not in ("epoch", "seconds", "examples_per_second")]
+    keys = [k for k in keys if all(isinstance(row.get(k, 0.0), (int, float)) for row in thin)]
+    curve = {"epoch": [row["epoch"] for row in thin]} | {k: [row.get(k) for row in thin] for k in keys}
+    doc["curves"].append(_json({"head": head, "seed": seed, **curve}))
+
+
+def _add_origin(doc: Document, runs: Sequence[Path]) -> None:
+    """Configuration, environment and commands."""
+    commands: list[str] = []
+    options: dict[str, Any] = {}
+    for run in runs:
+        config = read_config(run)
+        if config is not None:
+            options.setdefault(config.head, config.head_options)
+            if not doc["config"]:
+                different = ("head", "head_options", "seed")
+                doc["config"] = _json({k: v for k, v in asdict(config).items() if k not in different})
+        try:
+            described = json.loads((run / "environment.json").read_text())
+        except (OSError, ValueError):
+            continue
+        commands.append(str(described.pop("command", "")))
+        described.pop("data", None)
+        doc["environment"] = doc["environment"] or _json(described)
+    commands = [c.replace("__main__.py", "python -m gsoftmax", 1) for c in dict.fromkeys(commands) if c]
+    doc["commands"] = [*commands[:5], *([f"... and {len(commands) - 5} more"] if len(commands) > 5 else [])]
+    if (here := command_line()) not in doc["commands"]:
+        doc["commands"].append(here)
+    doc["environment"] = doc["environment"] or _json(environment())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From anybody's outputs
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def from_analysis(
+    first: Analysis, second: Analysis | None = None, comparison: Comparison | None = None, title: str | None = None
+) -> Document:
+    """The document of one model's outputs, or of two models' on the same images."""
+    both = [first] if second is None else [first, second]
+    heads = [a.name for a in both]
+    doc = _blank(title or " against ".join(reversed(heads)), "analyze", heads, [0], first.multilabel)
+    order = MULTI if first.multilabel else SINGLE
+    averages = {a.name: {**a.metrics, **a.geometry.average()} for a in both}
+    extra = [k for k in first.metrics if k not in order]
+    for metric in (*order, *extra):
+        scale = 100.0 if metric in (*PERCENT, "error_x", "mAP_voc12", "C_P", "C_R", "O_P", "O_R", "hamming") else 1.0
+        values = {h: scale * averages[h][metric] for h in heads if metric in averages[h]}
+        doc["metrics"][metric] = _json({h: {"values": [v], "mean": v, "sd": None} for h, v in values.items()})
+    for a in both:
+        _add_analysis(doc, a, a.name, 0)
+        doc["notes"] += [f"{a.name}: {note}" if len(both) > 1 else note for note in a.notes]
+    if comparison is not None:
+        assert second is not None
+        doc["over_classes"] = {second.name: _json(comparison.classes)}
+        doc["over_images"] = _json({"paired": comparison.images, "mcnemar": comparison.mcnemar})
+        doc["verdicts"] = [_against(first, second, comparison)]
+    else:
+        doc["verdicts"] = [_alone(first)]
+    doc["environment"] = _json({k: v for k, v in environment().items() if k not in ("command", "gpu", "threads")})
+    doc["commands"] = [command_line()]
+    return doc
+
+
+def _alone(a: Analysis) -> str:
+    images = f"{a.n:,} images, {len(a.classes):,} {'labels' if a.multilabel else 'classes'}"
+    score = f"mAP {100 * a.metrics['mAP']:.2f} %" if a.multilabel else f"error {100 * a.metrics['error']:.2f} %"
+    sentence = f"{a.name}, {images}: {score}"
+    for measure in PAPER:
+        values = getattr(a.geometry, measure).numpy()
+        if not np.isfinite(values).any():
+            sentence += f"; no {measure}, no class allows it"
+            continue
+        low, high = int(np.nanargmin(values)), int(np.nanargmax(values))
+        mean = _number(float(np.nanmean(values)))
+        sentence += f"; {measure} {mean}"
+        if low != high:
+            sentence += (
+                f" on average, from {_number(values[low])} ({plain(a.classes[low])}) to {_number(values[high])} "
+                f"({plain(a.classes[high])})"
+            )
+    return sentence + "."
+
+
+def _against(a: Analysis, b: Analysis, found: Comparison) -> str:
+    d = found.images["error"]
+    what, p = ("labels wrong", d.p) if found.mcnemar is None else ("error", found.mcnemar.p)
+    if not p <= 0.05:
+        shown = "no difference shown"
+    else:
+        test = "" if found.mcnemar is None else "McNemar "
+        shown = f"{'better' if d.difference < 0 else 'worse'}, {test}p {p_value(p)}"
+    sentence = f"{b.name} against {a.name}, {d.n:,} images: {what} {signed(100 * d.difference)} points"
+    if not math.isnan(d.low):
+        sentence += f", interval {signed(100 * d.low)} to {signed(100 * d.high)}"
+    sentence += f": {shown}"
+    for measure in PAPER:
+        g, base = found.classes[measure], float(np.nanmean(_or_nan(getattr(a.geometry, measure).numpy())))
+        if g.n and base:
+            percent = round(100 * g.difference / base) or 0  # no -0
+            sentence += f"; {measure} {percent:+d} %, p {p_value(g.p)} over {g.n} classes"
+    return sentence + "."
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parts
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _blank(title: str, kind: str, heads: Sequence[str], seeds: Sequence[int], multilabel: bool) -> Document:
+    return {
+        "title": title,
+        "kind": kind,
+        "verdicts": [],
+        "notes": [],
+        "multilabel": multilabel,
+        "classes": [],
+        "heads": list(heads),
+        "seeds": list(seeds),
+        "splits": ["test"],
+        "measures": [*geometry.MEASURES, "AP" if multilabel else "accuracy"],
+        "metrics": {},
+        "smaller_is_better": list(SMALLER_IS_BETTER),
+        "geometry": [],
+        "points": [],
+        "calibration": [],
+        "curves": [],
+        "over_classes": {},
+        "over_images": None,
+        "correlations": None,
+        "config": {},
+        "environment": {},
+        "commands": [],
+    }
+
+
+def _add_analysis(doc: Document, a: Analysis, head: str, seed: int) -> None:
+    doc["classes"] = doc["classes"] or [plain(name) for name in a.classes]
+    row = _geometry(a.geometry, a.gaussians, head, seed, "test")
+    row["AP" if a.multilabel else "accuracy"] = _json(a.score)
+    if a.learned is not None:
+        row["learned"] = _json(a.learned)
+        mu, sigma = a.learned.T
+        if a.multilabel:  # one Gaussian a label is not a set of classes to tell apart
+            learned = {"compactness": geometry.compactness(sigma)}
+        else:
+            learned = {m: getattr(geometry, m)(*((sigma,) if m == "compactness" else (mu, sigma))) for m in PAPER}
+        row["learned_measures"] = _json(learned)
+    doc["geometry"].append(row)
+    points = {k: a.points[k].tolist() for k in ("c", "own", "j")}
+    points |= {k: [float(f"{v:.5g}") for v in a.points[k].tolist()] for k in ("x", "p")}
+    doc["points"].append({"head": head, "seed": seed, **points})
+    count, confidence, right = a.calibration.T
+    bins = {"count": count.astype(int), "confidence": confidence, "right": right}
+    doc["calibration"].append(_json({"head": head, "seed": seed, **bins}))
+
+
+def _geometry(g: geometry.ClassGeometry, n: ClassGaussians, head: str, seed: int, split: str) -> dict[str, Any]:
+    row = {"head": head, "seed": seed, "split": split, "count": g.count.numpy()}
+    row |= {m: getattr(g, m).numpy() for m in geometry.MEASURES}
+    return _json({**row, "own": n.own, "other": n.other, "overall": n.overall, "nearest": n.nearest})
+
+
+def _with_intervals(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """95 % intervals of the means over seeds."""
+    out: dict[str, Any] = {}
+    for metric, rows in metrics.items():
+        out[metric] = {}
+        for head, row in rows.items():
+            n, sd = len(row["values"]), row.get("sd")
+            new = dict(row)
+            if sd is not None:
+                half = significance.t_quantile(0.975, n - 1) * sd / math.sqrt(n)
+                new |= {"low": row["mean"] - half, "high": row["mean"] + half}
+            out[metric][head] = _json(new)
+    return out
+
+
+def _paired_over_classes(found: Mapping[tuple[str, int], Analysis], first: str, head: str) -> dict[str, Any]:
+    """Every measure and the score, averaged over seeds for each class, head minus first."""
+
+    def average(name: str, measure: str) -> np.ndarray:
+        return np.mean([a.measures[measure] for (h, _), a in found.items() if h == name], axis=0)
+
+    some = next(iter(found.values()))
+    return {m: significance.paired(average(first, m), average(head, m)) for m in some.measures}
+
+
+def _correlations(found: Mapping[tuple[str, int], Analysis]) -> dict[str, Any] | None:
+    """Over the runs that have Gaussians, as the paper defines it and over all classes."""
+    chosen = {key: a for key, a in found.items() if a.learned is not None}
+    if len(chosen) < 3:
+        return None
+    score = np.stack([a.score for a in chosen.values()])
+    rows: dict[str, Any] = {}
+    for measure in PAPER:
+        values = np.stack([a.measures[measure] for a in chosen.values()])
+        try:
+            best = significance.paper_correlations(values, score)
+        except ValueError:  # no class has the measure in every run
+            continue
+        every = significance.all_class_correlation(values, score)
+        rows[measure] = {
+            "best_class": {"class": best.best_class, "r": best.r, "p": best.p, "n": best.n},
+            "all_classes": {"r": every.r, "p": every.p, "n": every.n},
+        }
+    heads = list(dict.fromkeys(head for head, _ in chosen))
+    return _json({"settings": len(chosen), "heads": heads, "rows": rows}) if rows else None
+
+
+def command_line() -> str:
+    """How this process was started, ready to be typed again."""
+    program = Path(sys.argv[0]).name if sys.argv else ""
+    start = ["python", "-m", "gsoftmax"] if program == "__main__.py" else [program]
+    return shlex.join([*start, *sys.argv[1:]])
+
+
+def _json(value: Any) -> Any:
+    """The same as plain lists and numbers: 12 digits, None for what is not finite."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return _json(asdict(value))
+    if isinstance(value, Mapping):
+        return {str(k): _json(v) for k, v in value.items()}
+    if isinstance(value, np.ndarray):
+        return _json(value.tolist())
+    if isinstance(value, (list, tuple)):
+        return [_json(v) for v in value]
+    if isinstance(value, float):
+        return float(f"{value:.12g}") if math.isfinite(value) else None
+    return value
+
+
+def _or_nan(values: np.ndarray) -> np.ndarray:
+    return values if np.isfinite(values).any() else np.zeros(1)
+
+
+def _number(v: float) -> str:
+    return f"{v:.4g}"

@@ -1,0 +1,184 @@
+"""report.html: one file with everything in it, which works offline.
+
+The template is filled by Jinja2 with escaping on, numbers travel as JSON, and the figures are drawn by Vega-Lite, whose
+JavaScript comes with the package vl-convert-python (0.9 MB; plotly's would be 4.8 MB).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from ..compare import SMALLER_IS_BETTER
+from ..train import write_atomically
+from . import specs, tables
+from .colours import colours
+from .data import Document
+
+# What the page holds for each class, head, seed and split is about 300 bytes.
+_MOST_ROWS = 5_000
+_MOST_CLASSES = 2_000
+_MOST_TABLE_ROWS = 500  # of a table on the page
+
+SLIDERS = (
+    ("lam", "λ", 0, 8, 0.1, 2),
+    ("mu1", "μ₁", -5, 5, 0.1, 0),
+    ("sigma1", "σ₁", 0.1, 5, 0.1, 1),
+    ("x1", "x₁", -8, 8, 0.1, 1),
+    ("mu2", "μ₂", -5, 5, 0.1, 2),
+    ("sigma2", "σ₂", 0.1, 5, 0.1, 1),
+    ("x2", "x₂", -8, 8, 0.1, 0),
+)
+
+
+def write(doc: Document, out: str | os.PathLike[str]) -> Path:
+    """Writes `out`/report.html and returns its path."""
+    path = Path(out) / "report.html"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, render(doc))
+    return path
+
+
+def render(doc: Document) -> str:
+    """The page as text."""
+    small = trim(doc)
+    paint = colours(doc["heads"])
+    made = [_shorter(table) for table in tables.of_document(small)]
+    return _fill(
+        "report.html",
+        doc=small,
+        word="head" if doc["kind"] == "compare" else "model",
+        colours=paint,
+        smaller=[tables.metric_name(m).removesuffix(" %") for m in SMALLER_IS_BETTER if m in doc["metrics"]],
+        tables={
+            "summary": tables.summary(small),
+            "differences": [*tables.differences(small), *filter(None, [tables.over_images(small)])],
+            "rest": [t for t in made if t.title == "Every class" or "over classes" in t.title or "Correl" in t.title],
+        },
+        name_of=tables.metric_name,
+        sure=_sure,
+        has_learned=any("learned" in g for g in doc["geometry"]),
+        curve_keys=list(dict.fromkeys(k for c in doc["curves"] for k in c if k not in ("head", "seed", "epoch"))),
+        data_json=small,
+        specs_json={"figures": specs.specs(paint), "playground": specs.playground(), "colours": paint},
+        report_js=_file("report.js"),
+    )
+
+
+def playground() -> str:
+    """The playground as a page of its own."""
+    return _fill("playground.html", specs_json={"playground": specs.playground()})
+
+
+def trim(doc: Document) -> Document:
+    """The same with as many classes and seeds as fit into a few megabytes, and notes on the rest."""
+    small = {**doc, "notes": list(doc["notes"])}
+    rows = doc["geometry"]
+    if len(doc["classes"]) > _MOST_CLASSES:
+        count = rows[0]["count"]
+        keep = sorted(sorted(range(len(count)), key=lambda c: -count[c])[:_MOST_CLASSES])
+        place = {c: i for i, c in enumerate(keep)}
+        small["classes"] = [doc["classes"][c] for c in keep]
+        small["geometry"] = rows = [_some_classes(row, keep) for row in rows]
+        small["points"] = [_some_points(run, place) for run in doc["points"]]
+        if doc["correlations"]:
+            small["correlations"] = None
+        small["notes"].append(
+            f"this page shows the {_MOST_CLASSES:,} classes with the most images of {len(doc['classes']):,}; tables "
+            "written beside it have all"
+        )
+    seeds, each = list(doc["seeds"]), max(1, len(small["classes"]) * len(doc["heads"]) * len(doc["splits"]))
+    if len(seeds) * each > _MOST_ROWS and len(seeds) > 1:
+        kept = seeds[: max(1, _MOST_ROWS // each)]
+        for key in ("geometry", "points"):
+            small[key] = [row for row in small[key] if row["seed"] in kept]
+        if len(kept) < len(seeds):
+            told = ", ".join(map(str, kept))
+            small["notes"].append(f"the figures by class show seeds {told} of {len(seeds)}; tables and tests use all")
+    return small
+
+
+def _some_classes(row: Mapping[str, Any], keep: list[int]) -> dict[str, Any]:
+    def part(key: str, value: Any) -> Any:
+        if key == "learned_measures":
+            return {k: [v[c] for c in keep] for k, v in value.items()}
+        if key == "nearest":
+            return [[] for _ in keep]
+        return [value[c] for c in keep] if isinstance(value, list) else value
+
+    return {key: part(key, value) for key, value in row.items()}
+
+
+def _some_points(run: Mapping[str, Any], place: Mapping[int, int]) -> dict[str, Any]:
+    chosen = [i for i, c in enumerate(run["c"]) if c in place]
+    new = {k: [run[k][i] for i in chosen] for k in ("own", "x", "p")}
+    new |= {"c": [place[run["c"][i]] for i in chosen], "j": [place.get(run["j"][i], -1) for i in chosen]}
+    return {**run, **new}
+
+
+def _shorter(table: tables.Table) -> tables.Table:
+    if len(table.rows) <= _MOST_TABLE_ROWS:
+        return table
+    note = f"The first {_MOST_TABLE_ROWS} of {len(table.rows):,} rows; tables written beside the page have all."
+    return tables.Table(table.title, table.header, table.rows[:_MOST_TABLE_ROWS], note)
+
+
+def _sure(table: tables.Table, row: int) -> bool:
+    """Whether a row of differences is significant: its p is at most 0.05."""
+    if "95 % from" not in table.header:
+        return False
+    p = table.rows[row][table.header.index("p")]
+    return isinstance(p, tables.Shown) and p.value <= 0.05
+
+
+def _fill(template: str, **values: Any) -> str:
+    try:
+        import jinja2
+        from markupsafe import Markup
+    except ImportError:
+        raise ValueError("a page needs Jinja2, which is not installed: pip install 'gsoftmax[report]'") from None
+    loader = jinja2.FunctionLoader(_file)
+    env = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    for key in ("data_json", "specs_json"):
+        if key in values:
+            values[key] = Markup(script_json(values[key]))  # noqa: S704 - escaped for a script element
+    if "report_js" in values:
+        values["report_js"] = Markup(values["report_js"])  # noqa: S704 - our own file
+    ours = {"css": "style.css", "common_js": "common.js", "playground_js": "playground.js"}
+    values |= {key: Markup(_file(name)) for key, name in ours.items()}  # noqa: S704 - our own files
+    values["vega"] = Markup(vega())  # noqa: S704 - the library's own script
+    return env.get_template(template).render(sliders=SLIDERS, **values)
+
+
+def script_json(value: Any) -> str:
+    """JSON that stays inside a script element whatever the strings in it say.
+
+    >>> script_json({"name": "</script><img src=x>"})
+    '{"name":"\\\\u003c/script\\\\u003e\\\\u003cimg src=x\\\\u003e"}'
+    """
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    for char in "<>&\u2028\u2029":
+        text = text.replace(char, f"\\u{ord(char):04x}")
+    return text
+
+
+@functools.cache
+def vega() -> str:
+    """Vega, Vega-Lite and Vega-Embed as one script."""
+    try:
+        import vl_convert
+    except ImportError:
+        raise ValueError(
+            "a page needs vl-convert-python, which is not installed: pip install 'gsoftmax[report]'"
+        ) from None
+    bundle: str = vl_convert.javascript_bundle()  # type: ignore[call-arg]
+    return bundle.replace("</script", "<\\/script")
+
+
+def _file(name: str) -> str:
+    return (resources.files(__package__) / "templates" / name).read_text("utf-8")

@@ -1,0 +1,20 @@
+"""The playground page: `python -m gsoftmax.report.playground [docs/playground.html]`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from ..train import write_atomically
+from .page import playground
+
+
+def main(path: str = "docs/playground.html") -> Path:
+    out = Path(path)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(out, playground())
+    return out
+
+
+if __name__ == "__main__":
+    print(main(*sys.argv[1:2]))

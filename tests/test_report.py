@@ -1,0 +1,421 @@
+"""The report: numbers in the page against NumPy and SciPy, names shown as text, tables, figures, limits of size."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import xml.etree.ElementTree as ET
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from safetensors.torch import load_file, save_file
+from scipy.special import expit, softmax
+
+from gsoftmax import compare, geometry, report, train
+from gsoftmax.functional import gsoftmax
+from gsoftmax.report import figures, page, pictures, tables
+from gsoftmax.report.colours import colours
+from gsoftmax.report.tables import Table
+from gsoftmax.train import Config
+
+ROOT = Path(__file__).parents[1]
+EVIL = "<img src=x onerror=alert(1)>"
+NAMES = [EVIL, "</script><script>alert(2)</script>", "plain", "größer & größer", "$x^2$_%"]
+HEADS = ("softmax", "lsoftmax", "gsoftmax")
+
+
+def fake_outputs(head, seed, *, multilabel=False, n=200, classes=5):
+    """Outputs of a model that was never trained; the same labels for every head."""
+    rng = np.random.default_rng([seed, len(head)])
+    if multilabel:
+        y = (np.random.default_rng(7).random((n, classes)) < 0.4).astype(np.uint8)
+        x = np.stack([rng.normal(size=(n, classes)) - y, rng.normal(size=(n, classes)) + 2 * y], axis=1)
+        p = expit(x[:, 1] - x[:, 0])
+    else:
+        y = np.random.default_rng(7).integers(0, classes, n)
+        x = rng.normal(size=(n, classes)) * rng.uniform(0.7, 1.6, classes)
+        x[np.arange(n), y] += {"softmax": 2.5, "lsoftmax": 4.0}.get(head, 3.0)
+        p = softmax(x, axis=1)
+    found = {"x": torch.from_numpy(x.astype(np.float32)), "p": torch.from_numpy(p), "y": torch.from_numpy(y)}
+    if head.startswith("gsoftmax"):
+        shape = (2, classes) if multilabel else (classes,)
+        found["mu"], found["sigma"] = (torch.from_numpy(rng.uniform(0.5, 1.5, shape)) for _ in range(2))
+        if not multilabel:
+            found["p"] = gsoftmax(found["x"].double(), found["mu"], found["sigma"], 1.0)
+    return found
+
+
+def fake_run(folder, head, seed, *, names=NAMES, multilabel=False, train_split=True, **options):
+    """A run folder as `train` leaves it behind."""
+    folder.mkdir(parents=True)
+    outputs = fake_outputs(head, seed, multilabel=multilabel, classes=len(names), **options)
+    x, p, y = (outputs[k] for k in "xpy")
+    stats = geometry.ClassStatistics(len(names), multilabel=multilabel).update(train.positive_outputs(x), y)
+    if train_split:
+        outputs |= {f"train_{k}": v for k, v in stats.state_dict().items()}
+        outputs["train_mean"] = outputs["train_mean"] * 1.5  # so that train and test differ
+    save_file({k: v.contiguous() for k, v in outputs.items()}, folder / "outputs.safetensors")
+    name, head_options = train.parse_head(head)
+    config = Config(head=name, head_options=head_options, seed=seed, epochs=3)
+    (folder / "config.json").write_text(json.dumps(asdict(config)))
+    described = train.environment() | {"command": "gsoftmax compare <digits>", "data": {"classes": names}}
+    (folder / "environment.json").write_text(json.dumps(described))
+    result = train.score(x, p, y, multilabel) | stats.geometry().average() | {"seconds": 1.0}
+    rows = [{"epoch": e, "loss": 1 / (e + seed + len(head)), "lr": 0.1 / e} for e in (1, 2, 3)]
+    rows.append({"final": True, **result})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+
+
+def fake_comparison(out, *, heads=HEADS, seeds=3, title="evil & co", **options):
+    """A finished comparison with its page."""
+    for head in heads:
+        for seed in range(seeds):
+            fake_run(out / compare.folder_name(head) / f"seed-{seed}", head, seed, **options)
+    multilabel = options.get("multilabel", False)
+    summary = compare.summarise(out, heads, range(seeds), multilabel=multilabel)
+    return report.write_page(summary, out, title)
+
+
+def embedded(path):
+    """The numbers in a page."""
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text("utf-8"), re.DOTALL)
+    return json.loads(match[1])
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    return fake_comparison(tmp_path_factory.mktemp("single"))
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory):
+    out = tmp_path_factory.mktemp("several")
+    return fake_comparison(out, heads=("softmax", "gsoftmax"), seeds=2, multilabel=True)
+
+
+# ---------------------------------------------------------------------------------------------------------- the page
+
+
+def test_geometry_in_the_page_is_numpys(single):
+    doc = embedded(single)
+    assert doc["classes"] == NAMES and doc["heads"] == list(HEADS) and doc["seeds"] == [0, 1, 2]
+    assert {(g["head"], g["seed"], g["split"]) for g in doc["geometry"]} == {
+        (h, s, split) for h in HEADS for s in range(3) for split in ("test", "train")
+    }
+    for g in doc["geometry"]:
+        if g["split"] == "train":
+            continue
+        o = fake_outputs(g["head"], g["seed"])
+        x, y = o["x"].double().numpy(), o["y"].numpy()
+        for c in range(5):
+            mean, std = x[y == c].mean(0), x[y == c].std(0)
+            assert g["own"][c] == pytest.approx([mean[c], std[c]], rel=1e-9)
+            assert g["compactness"][c] == pytest.approx(1 / std[c], rel=1e-9)
+            v, d2 = std**2, (mean - mean[c]) ** 2
+            kl = ((v[c] + d2) / v + (v + d2) / v[c] - 2) / 2  # both directions together
+            separability = np.delete(kl, c).sum() / (2 * 4)
+            assert g["separability"][c] == pytest.approx(separability, rel=1e-9)
+            assert g["ratio"][c] == pytest.approx(separability / std[c], rel=1e-9)
+            assert g["accuracy"][c] == pytest.approx((o["p"].numpy().argmax(1) == y)[y == c].mean(), rel=1e-9)
+        if g["head"] == "gsoftmax":
+            assert g["learned"] == [pytest.approx(pair) for pair in torch.stack([o["mu"], o["sigma"]], 1).tolist()]
+            expected = geometry.ratio(o["mu"].numpy(), o["sigma"].numpy())
+            np.testing.assert_allclose(g["learned_measures"]["ratio"], expected, rtol=1e-9)
+
+
+def test_the_training_set_has_its_own_geometry(single):
+    doc = embedded(single)
+    test, own = (next(g for g in doc["geometry"] if g["split"] == s) for s in ("test", "train"))
+    assert np.array(own["own"])[:, 0] == pytest.approx(1.5 * np.array(test["own"])[:, 0], rel=1e-9)
+    assert own["compactness"] == pytest.approx(test["compactness"], rel=1e-9)
+    assert own["separability"] != pytest.approx(test["separability"], rel=1e-2)
+
+
+def test_every_p_value_is_scipys(single):
+    doc = embedded(single)
+    for rows in doc["metrics"].values():
+        first = rows["softmax"]["values"]
+        for head in HEADS:
+            row, n = rows[head], 3
+            half = scipy.stats.t.ppf(0.975, n - 1) * np.std(row["values"], ddof=1) / np.sqrt(n)
+            assert (row["low"], row["high"]) == pytest.approx((row["mean"] - half, row["mean"] + half), rel=1e-9)
+            if head != "softmax":
+                t, p = scipy.stats.ttest_rel(row["values"], first)
+                assert (row["paired"]["t"], row["paired"]["p"]) == pytest.approx((t, p), rel=1e-9)
+    tests = [g for g in doc["geometry"] if g["split"] == "test"]
+
+    def average(head, measure):
+        return np.mean([g[measure] for g in tests if g["head"] == head], axis=0)
+
+    for head in HEADS[1:]:
+        for measure, d in doc["over_classes"][head].items():
+            t, p = scipy.stats.ttest_rel(average(head, measure), average("softmax", measure))
+            assert (d["t"], d["p"]) == pytest.approx((t, p), rel=1e-8), measure
+    g_runs = [g for g in tests if g["head"] == "gsoftmax"]
+    for measure, both in doc["correlations"]["rows"].items():
+        values, score = (np.array([g[k] for g in g_runs]) for k in (measure, "accuracy"))
+        best = values.mean(0).argmax()
+        assert both["best_class"]["class"] == best and both["best_class"]["n"] == 3
+        r, p = scipy.stats.pearsonr(values[:, best], score[:, best])
+        assert (both["best_class"]["r"], both["best_class"]["p"]) == pytest.approx((r, p), rel=1e-7)
+        r, p = scipy.stats.pearsonr(values.ravel(), score.ravel())
+        assert (both["all_classes"]["r"], both["all_classes"]["p"]) == pytest.approx((r, p), rel=1e-7)
+        assert both["all_classes"]["n"] == 15
+
+
+def test_several_labels(several):
+    doc = embedded(several)
+    assert doc["multilabel"] and doc["measures"][-1] == "AP" and "mAP" in doc["metrics"]
+    g = next(g for g in doc["geometry"] if g["head"] == "gsoftmax" and g["split"] == "test")
+    o = fake_outputs("gsoftmax", 0, multilabel=True)
+    x, y = o["x"][:, 1].double().numpy(), o["y"].numpy()
+    for k in range(5):
+        has, has_not = x[y[:, k] == 1, k], x[y[:, k] == 0, k]
+        assert g["own"][k] == pytest.approx([has.mean(), has.std()], rel=1e-9)
+        assert g["other"][k] == pytest.approx([has_not.mean(), has_not.std()], rel=1e-9)
+        assert g["learned"][k] == pytest.approx([float(o["mu"][1, k]), float(o["sigma"][1, k])])
+    assert all(set(run["j"]) == set(run["c"]) for run in doc["points"])
+    run = next(r for r in doc["points"] if r["head"] == "gsoftmax")
+    for c, own, value in list(zip(run["c"], run["own"], run["x"], strict=True))[::17]:
+        row = np.abs(x[:, c] - value).argmin()
+        assert x[row, c] == pytest.approx(value, rel=1e-4) and y[row, c] == own
+
+
+def test_names_are_text_wherever_they_stand(single):
+    text = single.read_text("utf-8")
+    assert EVIL not in text and "<script>alert(2)" not in text
+    assert "&lt;img src=x onerror=alert(1)&gt;" in text  # the option of the select and the rows of tables
+    assert text.count("<script") == 6  # data, specs, Vega and ours
+    assert "gsoftmax compare &lt;digits&gt;" in text and "<title>evil &amp; co</title>" in text
+    assert embedded(single)["classes"][0] == EVIL
+
+
+def test_the_page_opens_with_the_verdict_and_is_a_few_megabytes(single):
+    text = single.read_text("utf-8")
+    assert text.index("lsoftmax against softmax, 3 seeds: error") < text.index("<h2>Summary")
+    assert single.stat().st_size < 2e6
+    assert not re.search(r"(?:src|href)\s*=\s*[\"'](?!#)", text.split('<script type="application/json"')[0])
+
+
+def test_a_page_of_many_classes_stays_small_and_says_what_it_leaves_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "_MOST_CLASSES", 7)
+    monkeypatch.setattr(page, "_MOST_ROWS", 30)
+    names = [f"class {i}" for i in range(12)]
+    path = fake_comparison(tmp_path, names=names, n=300, train_split=False)
+    doc, count = embedded(path), np.bincount(fake_outputs("softmax", 0, n=300, classes=12)["y"].numpy(), minlength=12)
+    assert len(doc["classes"]) == 7
+    kept = [names.index(n) for n in doc["classes"]]
+    assert min(count[kept]) >= max(np.delete(count, kept))
+    assert {g["seed"] for g in doc["geometry"]} == {0}
+    assert all(len(g["ratio"]) == 7 == len(g["own"]) for g in doc["geometry"])
+    assert any("7 classes with the most images of 12" in n for n in doc["notes"])
+    assert any("seeds 0 of 3" in n for n in doc["notes"])
+    run = doc["points"][0]
+    x = fake_outputs("softmax", 0, n=300, classes=12)["x"].numpy()
+    own = [i for i, o in enumerate(run["own"]) if o]
+    assert all(np.abs(x[:, kept[run["c"][i]]] - run["x"][i]).min() < 1e-3 for i in own)
+
+
+def test_run_folders_anywhere_make_a_report(tmp_path):
+    for head, seed in (("gsoftmax(lam=2)", 0), ("gsoftmax(lam=2)", 1), ("softmax", 1), ("softmax", 0), ("softmax", 2)):
+        fake_run(tmp_path / f"{head}-{seed}", head, seed)
+    folders = sorted(tmp_path.iterdir())
+    doc = report.from_runs(folders)
+    assert doc["heads"] == ["softmax", "gsoftmax(lam=2)"] and doc["seeds"] == [0, 1]
+    assert doc["notes"] == ["1 runs left out: their seed is not there for every head"]
+    results = {h: [train.read_result(tmp_path / f"{h}-{s}") for s in (0, 1)] for h in doc["heads"]}
+    t, p = scipy.stats.ttest_rel(*([100 * r["error"] for r in results[h]] for h in reversed(doc["heads"])))
+    assert doc["metrics"]["error"]["gsoftmax(lam=2)"]["paired"]["p"] == pytest.approx(p, rel=1e-9)
+    with pytest.raises(ValueError, match="holds neither a finished run nor a comparison"):
+        report.from_runs([tmp_path])
+    with pytest.raises(ValueError, match="at least one run folder"):
+        report.from_runs([])
+
+
+def test_a_comparison_whose_runs_are_gone_still_has_its_tables(single, tmp_path):
+    summary = json.loads((single.parent / "summary.json").read_text())
+    doc = embedded(report.write_page(summary, tmp_path, "t"))
+    assert doc["notes"] == ["9 of 9 runs have no outputs: the figures do without them"] and doc["geometry"] == []
+
+
+def test_my_summary_is_compares(single):
+    summary = json.loads((single.parent / "summary.json").read_text())
+    results = {h: [train.read_result(single.parent / h / f"seed-{s}") for s in range(3)] for h in HEADS}
+    from gsoftmax.report.data import summarise
+
+    assert summarise(results, range(3))["metrics"] == summary["metrics"]
+
+
+# ------------------------------------------------------------------------------------------------- anybody's outputs
+
+
+def test_outputs_of_two_models_make_a_page_tables_and_figures(tmp_path):
+    for name in ("softmax", "gsoftmax"):
+        o = fake_outputs(name, 0)
+        np.savez(tmp_path / f"{name}.npz", x=o["x"].numpy(), y=o["y"].numpy(), p=o["p"].numpy(), names=NAMES)
+    doc = report.from_outputs(tmp_path / "softmax.npz", tmp_path / "gsoftmax.npz")
+    assert re.fullmatch(
+        r"gsoftmax against softmax, 200 images: error [+-].* points, interval .* to .*: .*; compactness [+-]\d+ %, "
+        r"p .* over 5 classes; separability .*; ratio .*\.",
+        doc["verdicts"][0],
+    )
+    paths = report.write(doc, tmp_path / "out", tables=["md", "tex", "csv", "txt"], figures=["svg"], name="plain")
+    names = {str(p.relative_to(tmp_path / "out")) for p in paths}
+    assert {"report.html", "tables.md", "tables.tex", "tables.txt", "tables/every-class.csv"} <= names
+    assert {"figures/x-against-p.svg", "figures/gaussians.svg", "figures/classes-test.svg"} <= names
+    with open(tmp_path / "out/tables/every-class.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [r["class"] for r in rows[::2]] == NAMES
+    x, y = (fake_outputs("softmax", 0)[k].double().numpy() for k in "xy")
+    assert float(rows[4]["compactness"]) == pytest.approx(1 / x[y == 2, 2].std(), rel=1e-9)
+    shown = report.terminal(doc)
+    assert doc["verdicts"][0][:40] in shown and EVIL in shown and "paired over images" in shown
+    with pytest.raises(ValueError, match="class 'nobody' is not among the 5 classes"):
+        report.write(doc, tmp_path / "out", name="nobody")
+    with pytest.raises(ValueError, match="tables must be of md, tex, csv, txt, got 'doc'"):
+        report.write(doc, tmp_path / "out", tables=["doc"])
+    with pytest.raises(ValueError, match="figures must be of svg, png, pdf, got 'bmp'"):
+        report.write(doc, tmp_path / "out", figures=["bmp"])
+
+
+def test_notes_reach_the_page(tmp_path):
+    x, y = np.ones((50, 3)), np.arange(50) % 2 + 1
+    x[3] = np.nan
+    np.savez(tmp_path / "a.npz", x=x, y=y)
+    doc = report.from_outputs(tmp_path / "a.npz")
+    text = report.write(doc, tmp_path / "out", tables=["csv"], figures=["svg"])[0].read_text("utf-8")
+    assert "1 row with nan or inf left out" in text and "its own output never varies" in text
+    assert "no compactness, no class allows it" in doc["verdicts"][0]
+
+
+# ------------------------------------------------------------------------------------------------------------ tables
+
+
+def test_tables_are_safe_in_every_format():
+    bad = Table("A & B_1", ("", "50 %"), (("=1+1|<b>", 0.5), ("\x1b[31mred", None), ("~^\\{}", -1e-7)))
+    assert list(csv.reader(io.StringIO(bad.csv()))) == [
+        ["", "50 %"],
+        ["'=1+1|<b>", "0.5"],
+        ["�[31mred", ""],
+        ["~^\\{}", "-1e-07"],
+    ]
+    assert "\x1b" not in bad.text() and "–" in bad.text()
+    assert r"| =1+1\|&lt;b&gt; | 0.5000 |" in bad.markdown() and "<b>" not in bad.markdown()
+    tex = bad.latex()
+    assert r"\caption{A \& B\_1}" in tex and r"\textasciitilde{}\textasciicircum{}\textbackslash{}\{\}" in tex
+    assert r"50 \%" in tex and tex.count(r"\\") == 4
+
+
+def test_columns_line_up_in_a_terminal():
+    lines = Table("t", ("", "value"), (("日本", 1.0), ("ab", 12.0))).text().splitlines()[2:]
+    assert lines == ["      value", "日本  1.000", "ab    12.00"]
+
+
+def test_the_papers_tables_beside_our_runs(tmp_path):
+    for k, head in enumerate(["coco-softmax", "coco-gsoftmax(0,1)", "coco-gsoftmax(0,0.5)", "coco-gsoftmax(0,5)"]):
+        fake_run(tmp_path / head, "gsoftmax" if k else "softmax", k, multilabel=True)
+    found = {t.title.partition(":")[0]: t for t in report.paper_tables(tmp_path)}
+    assert list(found) == [f"Table {i}" for i in range(1, 7)]
+    assert [len(t.rows) for t in found.values()] == [24, 8, 8, 6, 10, 6]
+    row = next(r for r in found["Table 1"].rows if r[0] == "wrn-cifar100-gsoftmax")
+    assert row == ("wrn-cifar100-gsoftmax", tables.Shown("17.41", 17.41), None, None)
+    ours = train.read_result(tmp_path / "coco-softmax")
+    row = next(r for r in found["Table 3"].rows if r[0] == "coco-softmax")
+    header = found["Table 3"].header
+    assert row[header.index("C-P")].text == "81.3"
+    assert row[header.index("C-P, ours")] == tables.Shown(f"{100 * ours['C_P']:.2f}", 100 * ours["C_P"])
+
+    def ap(name):
+        from sklearn.metrics import average_precision_score
+
+        o = load_file(tmp_path / name / "outputs.safetensors")
+        return [average_precision_score(o["y"][:, k], o["p"][:, k]) for k in range(5)]
+
+    row = found["Table 5"].rows[0]
+    assert row[:2] == ("coco-gsoftmax(0,1)", "0.9060")
+    assert row[3].value == pytest.approx(scipy.stats.ttest_rel(ap("coco-gsoftmax(0,1)"), ap("coco-softmax")).pvalue)
+    assert found["Table 5"].rows[5][2] is None  # no run of NUS-WIDE
+    row = found["Table 6"].rows[0]
+    assert row[:3] == ("coco: compactness", "0.9472", "0.0144") and row[5] == 3 and row[8] == 15
+    made, paths = report.write_paper_tables(tmp_path, tmp_path / "out", ["md", "tex", "csv"])
+    assert len(made) == 6 and len(paths) == 8
+
+
+# ----------------------------------------------------------------------------------------------------------- figures
+
+
+@pytest.mark.parametrize("kind", ["single", "several"])
+def test_figures_are_drawn_in_every_format(kind, request, tmp_path):
+    doc = embedded(request.getfixturevalue(kind))
+    drawn = figures.figures(doc, c=1)
+    expected = {"x-against-p", "gaussians", "learned", "averages", "curves", "seeds", "calibration"}
+    assert set(drawn) == expected | {"classes-test", "classes-train"}
+    paint = colours(doc["heads"])
+    bars = drawn["averages"].axes[0].patches
+    assert [_hex(b.get_facecolor()) for b in bars] == list(paint.values())
+    assert [b.get_height() for b in bars] == [doc["metrics"]["compactness"][h]["mean"] for h in doc["heads"]]
+    lines = {line.get_label(): _hex(line.get_color()) for line in drawn["calibration"].axes[0].lines[1:]}
+    assert lines == paint
+    paths = figures.write(doc, tmp_path, ["svg", "pdf", "png"], names=["gaussians", "x-against-p"])
+    assert {p.suffix for p in paths} == {".svg", ".pdf", ".png"} and len(paths) == 6
+    text = "".join(ET.parse(tmp_path / "x-against-p.svg").getroot().itertext())
+    assert f"class {EVIL}" in text  # as text of the SVG, which is XML and was parsed
+    figures.write(doc, tmp_path / "money", ["svg"], names=["x-against-p"], c=4)
+    assert f"class {NAMES[4]}" in "".join(ET.parse(tmp_path / "money/x-against-p.svg").getroot().itertext())
+    again = figures.write(doc, tmp_path / "again", ["svg"], names=["gaussians"])[0]
+    assert again.read_bytes() == (tmp_path / "gaussians.svg").read_bytes()
+
+
+def test_gaussians_drawn_are_the_numbers(single):
+    doc = embedded(single)
+    axis = figures.figures(doc, c=2)["gaussians"].axes[0]
+    solid = [line for line in axis.lines if line.get_linestyle() == "-"]
+    for head, line in zip(HEADS, solid, strict=True):
+        g = next(g for g in doc["geometry"] if g["head"] == head and g["split"] == "test")
+        x, y = line.get_data()
+        np.testing.assert_allclose(y, scipy.stats.norm.pdf(x, *g["own"][2]), rtol=1e-9, atol=1e-300)
+
+
+def _hex(colour):
+    from matplotlib.colors import to_hex
+
+    return to_hex(colour).upper()
+
+
+def test_a_head_has_one_colour():
+    assert colours(["softmax", "gsoftmax"]) == {k: v for k, v in colours(HEADS).items() if k != "lsoftmax"}
+    many = colours([f"h{i}" for i in range(9)])
+    assert len(set(many.values())) == 7  # six and grey
+
+
+# ------------------------------------------------------------------------------------- what is kept in the repository
+
+
+def test_readme_pictures_come_from_committed_results(tmp_path):
+    doc = json.loads((ROOT / pictures.RESULTS).read_text("utf-8"))
+    assert doc["commands"] and doc["environment"]["torch"]
+    paths = pictures.draw(ROOT / pictures.RESULTS, tmp_path)
+    assert {p.name for p in paths} == {p.name for p in (ROOT / pictures.IMAGES).glob("*.svg")}
+
+
+def test_the_committed_playground_is_the_one_that_is_made():
+    def ours(text):  # all but the library, which changes with its version
+        return re.sub(r"<script>(?!\"use strict\").*?</script>", "", text, flags=re.DOTALL)
+
+    committed = (ROOT / "docs" / "playground.html").read_text("utf-8")
+    assert ours(committed) == ours(page.playground())
+    assert len(committed.encode()) < 1.5e6
+
+
+def test_tables_of_a_document_need_no_figures(single):
+    made = tables.of_document(embedded(single))
+    titles = [t.title for t in made]
+    assert titles[0] == "Mean ± standard deviation over 3 seeds" and titles[-1] == "Every class"
+    assert "gsoftmax minus softmax, paired over classes" in titles
+    assert len(made[-1].rows) == 5 * 3 * 2  # classes, heads, splits
