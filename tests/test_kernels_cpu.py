@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from gsoftmax import functional, kernels
 from gsoftmax.functional import gsoftmax_cross_entropy
@@ -112,6 +113,13 @@ def test_many_rows_and_many_classes(path: str) -> None:
         assert_close(run(path, *args), run("plain", *args, dtype=torch.float64))
 
 
+def test_long_sums(path: str) -> None:
+    """dmu and dsigma of very many rows that all pull the same way; a single float32 sum would lose the fifth digit."""
+    x, target, mu, sigma = example(300_000, 3)
+    args = x, torch.zeros_like(target), mu, sigma
+    assert_close(run(path, *args), run("plain", *args, dtype=torch.float64), 1e-6)
+
+
 def test_uint8_labels(path: str) -> None:
     x, target, mu, sigma = example(5, 7)
     assert_close(run(path, x, target.to(torch.uint8), mu, sigma), run(path, x, target, mu, sigma), 0.0)
@@ -200,7 +208,8 @@ def test_sigma(path: str, sigma: float) -> None:
 
 def test_the_smallest_sigma_is_finite(path: str) -> None:
     x, target, mu, _ = example(12, 9)
-    assert all(v.isfinite().all() for v in run(path, x, target, mu, torch.full_like(mu, 1e-38)))
+    x[0] = mu
+    assert all(v.isfinite().all() for v in run(path, x, target, mu, torch.full_like(mu, 1e-40)))
 
 
 @pytest.mark.parametrize("offset", (-1e4, 1e4))
@@ -249,20 +258,31 @@ def test_half_precision(path: str, dtype: torch.dtype, shape: tuple[int, ...]) -
 @pytest.mark.parametrize("isa", (1, 2, 3))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 def test_every_half_number(compiled: None, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, isa: int) -> None:
-    """In: all finite values.  Out: gradients down through the subnormal numbers, and too large ones."""
+    """In: all finite values.  Out: all of them too, what lies halfway between two, next to that, and beyond the end."""
     if isa > native.best_instructions():
         pytest.skip(f"this processor has no {native.INSTRUCTIONS[isa]}")
     monkeypatch.setattr(native, "instructions", isa)
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     every = every[every.isfinite()]
-    every = every[: len(every) // 7 * 7].view(-1, 7)
-    target, mu, sigma = torch.arange(len(every)) % 7, torch.zeros(7), torch.full((7,), 1e-3)
+    c = 11  # a whole vector of conversions, and some one by one
+    x = every[: len(every) // c * c].view(-1, c)
+    target, mu, sigma = torch.arange(len(x)) % c, torch.zeros(c), torch.full((c,), 1e-3)
     options = (1.0, None, -100, "none", 0.0, True, True)
-    grad = torch.logspace(-9, 5, len(every))
-    half, single = (native.evaluate(v, target, mu, sigma, *options, grad) for v in (every, every.float()))
-    assert torch.equal(half[0], single[0])
-    assert torch.equal(half[1], single[1].to(dtype))
-    assert torch.equal(half[2], single[2])
+    half, single = (native.evaluate(v, target, mu, sigma, *options) for v in (x, x.float()))
+    for a, b in zip(half, single, strict=True):
+        assert torch.equal(a, b.to(a.dtype))
+
+    up = every.float().sort().values
+    between = up[:-1] / 2 + up[1:] / 2
+    grad = torch.cat(
+        [up, between, between.nextafter(up[1:]), between.nextafter(up[:-1]), (1.01 * up).clamp(-3.4e38, 3.4e38)]
+    )
+    # One class has all the probability, the target is its neighbour, and no slope is left: dx is grad and -grad there.
+    at = torch.arange(len(grad)) % c
+    x = torch.full((len(grad), c), -INF).scatter(1, at[:, None], 0.0)
+    right = torch.zeros(len(grad), c).scatter(1, torch.stack([at, (at + 1) % c], 1), torch.stack([grad, -grad], 1))
+    _, dx, _, _ = native.evaluate(x.to(dtype), (at + 1) % c, mu, torch.full((c,), 1e30), *options, grad)
+    assert torch.equal(dx, right.to(dtype))
 
 
 def test_float16_gradients_survive_a_loss_scale(path: str) -> None:
@@ -524,6 +544,9 @@ def test_transforms() -> None:
     tangent = torch.randn_like(x)
     along = torch.func.jvp(lambda v: gsoftmax_cross_entropy(v, target, mu, sigma), (x,), (tangent,))[1]
     torch.testing.assert_close(along, (tangent * expected[1]).sum())
+    with forward_ad.dual_level():
+        dual = gsoftmax_cross_entropy(forward_ad.make_dual(x, tangent), target, mu, sigma)
+        torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, along)
 
 
 def test_gradients_for_target_and_weight() -> None:

@@ -131,7 +131,7 @@ def evaluate(
         dx = dx.view(shape)
     if not want_gaussians:
         return loss, dx, None, None
-    slope = slope.view(c)
+    slope = slope.view(c).double()
     return loss, dx, (-slope * sum_e).to(dtype), (-math.sqrt(2) * slope * sum_ev).to(dtype)
 
 
