@@ -51,9 +51,8 @@ def interleaved(
     ['a', 'b']
     """
     clock = clock or wall_clock
-    for _ in range(warmup):
-        once = sum(clock(f) for f in contenders.values())
-    rounds = max(3, min(2000, int(seconds / blocks / max(once, 1e-9))))
+    once = max(1e-9, min(sum(clock(f) for f in contenders.values()) for _ in range(max(1, warmup))))
+    rounds = max(3, min(2000, int(seconds / blocks / once)))
     blocks = max(1, min(blocks, int(seconds / rounds / once)))  # fewer where one call takes long
     times: dict[str, list[list[float]]] = {name: [] for name in contenders}
     for _ in range(blocks):
