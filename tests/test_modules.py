@@ -295,11 +295,12 @@ def test_tracked_gaussians_leave_out_ignored_rows_and_masked_classes():
     assert a.mu[1] == before[0][1] and a.sigma[1] == before[1][1] and a.mu[0] != before[0][0]
 
 
-@pytest.mark.parametrize("impl", ["auto", "plain"])
-def test_two_forward_passes_before_one_backward(impl):
-    loss = GSoftmaxLoss(5, gaussians="tracked", impl=impl)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("impl", ["auto", "chunked", "plain"])
+def test_two_forward_passes_before_one_backward(impl, reduction):
+    loss = GSoftmaxLoss(5, gaussians="tracked", impl=impl, reduction=reduction)
     x = torch.randn(4, 5, requires_grad=True)
-    (loss(x, torch.arange(4)) + loss(x * 2, torch.arange(4))).backward()
+    (loss(x, torch.arange(4)) + loss(x * 2, torch.arange(4))).sum().backward()
     assert x.grad.isfinite().all()
 
 
