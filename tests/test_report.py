@@ -77,8 +77,7 @@ def fake_comparison(out, *, heads=HEADS, seeds=3, title="evil & co", **options):
     for head in heads:
         for seed in range(seeds):
             fake_run(out / compare.folder_name(head) / f"seed-{seed}", head, seed, **options)
-    multilabel = options.get("multilabel", False)
-    summary = compare.summarise(out, heads, range(seeds), multilabel=multilabel)
+    summary = compare.summarise(out, heads, range(seeds))
     return report.write_page(summary, out, title)
 
 
@@ -242,14 +241,6 @@ def test_a_comparison_whose_runs_are_gone_still_has_its_tables(single, tmp_path)
     summary = json.loads((single.parent / "summary.json").read_text())
     doc = embedded(report.write_page(summary, tmp_path, "t"))
     assert doc["notes"] == ["9 of 9 runs have no outputs: the figures do without them"] and doc["geometry"] == []
-
-
-def test_my_summary_is_compares(single):
-    summary = json.loads((single.parent / "summary.json").read_text())
-    results = {h: [train.read_result(single.parent / h / f"seed-{s}") for s in range(3)] for h in HEADS}
-    from gsoftmax.report.data import summarise
-
-    assert summarise(results, range(3))["metrics"] == summary["metrics"]
 
 
 # ------------------------------------------------------------------------------------------------- anybody's outputs

@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -106,7 +106,7 @@ def compare(
                 f"{count}/{len(todo)}  {task.config.head} seed {task.config.seed}  "
                 f"{NAMES[headline]} {100 * result.get(headline, float('nan')):.2f}  {left:.0f} s left"
             )
-    return summarise(out, heads, seeds, multilabel=dataset.multilabel)
+    return summarise(out, heads, seeds)
 
 
 def _refuse_early(tasks: Sequence[Task], dataset: Any) -> None:
@@ -167,30 +167,32 @@ def _run(task: Task, gpu: int | None) -> None:
 # ------------------------------------------------------------------------------------------------------------- numbers
 
 
-def summarise(
-    out: str | os.PathLike[str], heads: Sequence[str], seeds: Sequence[int], *, multilabel: bool
-) -> dict[str, Any]:
-    """Mean and deviation of every metric for every head, and the paired difference from the first head."""
+def summarise(out: str | os.PathLike[str], heads: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
+    """The summary of a comparison's folder, which is also written there."""
     results: dict[str, list[Any]] = {
         h: [read_result(Path(out) / folder_name(h) / f"seed-{s}") for s in seeds] for h in heads
     }
-    summary: dict[str, Any] = {"heads": list(heads), "seeds": list(seeds), "metrics": {}, "multilabel": multilabel}
+    summary = summary_of(results, seeds)
+    write_atomically(Path(out) / "summary.json", json.dumps(summary, indent=2))
+    return summary
+
+
+def summary_of(results: Mapping[str, Sequence[Mapping[str, Any]]], seeds: Sequence[int]) -> dict[str, Any]:
+    """Mean and deviation of every metric for every head, and the paired difference from the first head."""
+    heads = list(results)
+    multilabel = "mAP" in results[heads[0]][0]
+    summary: dict[str, Any] = {"heads": heads, "seeds": list(seeds), "metrics": {}, "multilabel": multilabel}
     for metric in MULTI if multilabel else SINGLE:
         scale = 100.0 if metric in PERCENT else 1.0
         values = {h: np.array([scale * r[metric] for r in results[h]]) for h in heads}
         rows = {}
-        for h in heads:
-            v = values[h]
-            rows[h] = {
-                "values": v.tolist(),
-                "mean": float(v.mean()),
-                "sd": float(v.std(ddof=1)) if len(v) > 1 else None,
-            }
+        for h, v in values.items():
+            sd = float(v.std(ddof=1)) if len(v) > 1 else None
+            rows[h] = {"values": v.tolist(), "mean": float(v.mean()), "sd": sd}
             if h != heads[0] and len(v) > 1:
                 rows[h]["paired"] = asdict(significance.paired(values[heads[0]], v))
         summary["metrics"][metric] = rows
     summary["seconds"] = {h: [r["seconds"] for r in results[h]] for h in heads}
-    write_atomically(Path(out) / "summary.json", json.dumps(summary, indent=2))
     return summary
 
 

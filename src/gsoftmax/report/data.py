@@ -32,7 +32,7 @@ import numpy as np
 
 from .. import geometry, significance
 from ..analyze import Analysis, ClassGaussians, Comparison, analyze, class_gaussians
-from ..compare import MULTI, PERCENT, SINGLE, SMALLER_IS_BETTER, folder_name, p_value, verdicts
+from ..compare import MULTI, PERCENT, SINGLE, SMALLER_IS_BETTER, folder_name, p_value, summary_of, verdicts
 from ..train import Config, environment, read_config, read_result, read_rows
 from .tables import plain, signed
 
@@ -85,29 +85,11 @@ def from_runs(paths: Sequence[str | os.PathLike[str]], title: str | None = None)
         raise ValueError("the heads of a report must have a seed in common, got none")
     left = sum(len(runs) for runs in found.values()) - len(seeds) * len(heads)
     results = {h: [found[h][s][1] for s in seeds] for h in heads}
-    summary = summarise(results, seeds)
+    summary = summary_of(results, seeds)
     doc = _from_runs(summary, {(h, s): found[h][s][0] for h in heads for s in seeds}, title or ", ".join(heads))
     if left:
         doc["notes"].append(f"{left} runs left out: their seed is not there for every head")
     return doc
-
-
-def summarise(results: Mapping[str, Sequence[Mapping[str, Any]]], seeds: Sequence[int]) -> dict[str, Any]:
-    """What `compare.summarise` gives, from the final metrics of runs wherever they are."""
-    heads = list(results)
-    multilabel = "mAP" in results[heads[0]][0]
-    metrics: dict[str, Any] = {}
-    for metric in MULTI if multilabel else SINGLE:
-        scale = 100.0 if metric in PERCENT else 1.0
-        values = {h: scale * np.array([r[metric] for r in results[h]], dtype=float) for h in heads}
-        metrics[metric] = {}
-        for h, v in values.items():
-            row: dict[str, Any] = {"values": v.tolist(), "mean": float(v.mean())}
-            row["sd"] = float(v.std(ddof=1)) if len(v) > 1 else None
-            if h != heads[0] and len(v) > 1:
-                row["paired"] = asdict(significance.paired(values[heads[0]], v))
-            metrics[metric][h] = row
-    return {"heads": heads, "seeds": list(seeds), "metrics": metrics, "multilabel": multilabel}
 
 
 def head_name(config: Config) -> str:
