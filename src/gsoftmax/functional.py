@@ -127,7 +127,6 @@ def gsoftmax_cross_entropy(
     lam = _check_lam(lam)
     _check_cross_entropy(x, target, weight, ignore_index, reduction, label_smoothing)
     mu, sigma = _gaussians(x, mu, sigma, lam)
-    _check_sigma(sigma)
     return _cross_entropy(x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing, impl)
 
 
@@ -404,13 +403,18 @@ def _cross_entropy(
     label_smoothing: float,
     impl: str,
 ) -> Tensor:
-    """`gsoftmax_cross_entropy` after its checks: lam is a float, mu and sigma are (C,) in the compute dtype."""
+    """`gsoftmax_cross_entropy` after its checks: lam is a float, mu and sigma are (C,) in the compute dtype.
+
+    Whether sigma is positive is seen here, because the compiled kernel sees it at no cost.
+    """
     if lam == 0:
+        _check_sigma(sigma)
         z = _with_zero_gradients(x, mu, sigma)
         return _softmax_cross_entropy(z, target, weight, ignore_index, reduction, label_smoothing)
     fused = kernels.cross_entropy(x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing, impl)
     if fused is not None:
         return fused
+    _check_sigma(sigma)
     z = _logits(x, mu, sigma, lam)
     return _loss_dtype(_softmax_cross_entropy(z, target, weight, ignore_index, reduction, label_smoothing), x)
 
@@ -530,7 +534,7 @@ def _hold(sigma: Tensor, low: float) -> Tensor:
 
 
 def _check_sigma(sigma: Tensor) -> None:
-    if _values_are_free(sigma) and sigma.numel() and not bool((sigma > 0).all()):
+    if _values_are_free(sigma) and sigma.numel() and not sigma.detach().min().item() > 0:  # nor NaN
         raise ValueError(f"sigma must be positive, got a minimum of {sigma.min().item()}")
 
 
