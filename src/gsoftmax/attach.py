@@ -349,7 +349,7 @@ def _is_linear(module: nn.Linear) -> bool:
     try:
         with torch.no_grad():
             return torch.equal(module(h), F.linear(h, module.weight, module.bias))
-    except Exception:
+    except Exception:  # somebody else's forward: whatever it raises, it is no plain linear layer
         return False
 
 
