@@ -13,10 +13,10 @@ import scipy.stats
 import torch
 from safetensors.torch import load_file
 
-from gsoftmax import compare, train
+from gsoftmax import compare, runs, train
 from gsoftmax.cli import main
+from gsoftmax.config import Config
 from gsoftmax.recipes import find, recipes
-from gsoftmax.train import Config
 
 QUICK = Config(epochs=3, train_fraction=0.3, batch_size=64, threads=1, device="cpu")
 
@@ -107,7 +107,7 @@ def test_two_runs_are_identical_and_a_stopped_one_goes_on_exactly(head, tmp_path
     train.train(config, tmp_path / "b")
     assert outputs(tmp_path / "a") == outputs(tmp_path / "b")
 
-    log = train.RunFolder.log
+    log = runs.RunFolder.log
 
     def stop(self, row):
         log(self, row)
@@ -115,15 +115,15 @@ def test_two_runs_are_identical_and_a_stopped_one_goes_on_exactly(head, tmp_path
             raise KeyboardInterrupt  # after the row, before its checkpoint
 
     with monkeypatch.context() as patched:
-        patched.setattr(train.RunFolder, "log", stop)
+        patched.setattr(runs.RunFolder, "log", stop)
         with pytest.raises(KeyboardInterrupt):
             train.train(config, tmp_path / "c")
-    assert train.read_result(tmp_path / "c") is None
+    assert runs.read_result(tmp_path / "c") is None
     resumed = train.train(config, tmp_path / "c", resume=True)
     assert outputs(tmp_path / "a") == outputs(tmp_path / "c")
     same = [k for k in first if k not in ("seconds", "examples_per_second")]
     assert [first[k] for k in same] == [resumed[k] for k in same]
-    rows = [r["epoch"] for r in train.read_rows(tmp_path / "c") if "final" not in r]
+    rows = [r["epoch"] for r in runs.read_rows(tmp_path / "c") if "final" not in r]
     assert rows == [1, 2, 3]
 
 
@@ -177,13 +177,13 @@ def test_a_diverging_loss_stops_the_run_and_keeps_the_checkpoint(tmp_path, monke
         loss = original(self, inputs, target, **options)
         return loss * math.nan if len(seen) == 8 else (seen.append(1), loss)[1]
 
-    seen, original = [], train.Network.loss
-    monkeypatch.setattr(train.Network, "loss", poisoned)
-    with pytest.raises(
-        train.Diverged, match=r"the loss became nan in epoch 2, step 3; the last good checkpoint is .*last.pt"
-    ):
+    seen, original = [], train.Network.forward
+    monkeypatch.setattr(train.Network, "forward", poisoned)
+    words = r"the loss became nan in step 9 \(epoch 2, batch 3\); the last good checkpoint is .*epoch-000001-.*pt"
+    with pytest.raises(train.Diverged, match=words):
         train.train(QUICK, tmp_path / "run")
-    assert torch.load(tmp_path / "run" / "checkpoint" / "last.pt", weights_only=True)["epoch"] == 1
+    [saved] = (tmp_path / "run" / "checkpoint").iterdir()
+    assert torch.load(saved, weights_only=True)["epoch"] == 1
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_partial_file(tmp_path, capsys, mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch, "save", full)
     status, _, err = run(capsys, "train", "digits", "epochs=2", "--out", "run")
-    assert status == 2 and "last.pt cannot be written" in err and "Traceback" not in err and err.count("\n") == 1
+    assert status == 2 and ".pt cannot be written" in err and "Traceback" not in err and err.count("\n") == 1
     assert not list(tmp_path.rglob("*.partial"))
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
@@ -221,7 +221,7 @@ def test_compare_pairs_seeds_and_agrees_with_scipy(tmp_path):
     summary = compare.compare(QUICK, heads, 3, tmp_path / "out", jobs=2)
     values = {}
     for head, folder in zip(heads, ("softmax", "gsoftmax-lam=2-sigma=2"), strict=True):
-        values[head] = [train.read_result(tmp_path / "out" / folder / f"seed-{s}")["ratio"] for s in range(3)]
+        values[head] = [runs.read_result(tmp_path / "out" / folder / f"seed-{s}")["ratio"] for s in range(3)]
     rows = summary["metrics"]["ratio"]
     assert rows[heads[1]]["values"] == values[heads[1]]
     test = scipy.stats.ttest_rel(values[heads[1]], values[heads[0]])
@@ -306,7 +306,7 @@ def test_commands(tmp_path, capsys, monkeypatch):
     assert run(capsys, "train", "digits", "epochs=1", "head=gsoftmax", "head_options.lam=0.5", "--out", "t")[0] == 0
     status, out, _ = run(capsys, "evaluate", "t")
     again = {line.split()[0]: float(line.split()[1]) for line in out.splitlines()}
-    assert again["ratio"] == pytest.approx(train.read_result(tmp_path / "t")["ratio"], rel=1e-5)
+    assert again["ratio"] == pytest.approx(runs.read_result(tmp_path / "t")["ratio"], rel=1e-5)
     for command, word in (
         ("datasets", "tiny-imagenet"),
         ("recipes", "wrn1100-cifar10-gsoftmax"),
@@ -320,7 +320,7 @@ def test_smoke_numbers_are_never_shown_as_results(tmp_path, capsys, monkeypatch)
     monkeypatch.chdir(tmp_path)
     status, out, _ = run(capsys, "reproduce", "table1", "--row", "wrn-cifar10-gsoftmax", "--smoke")
     assert status == 0 and "smoke ok" in out and "no result" in out
-    ours = 100 * train.read_result(tmp_path / "runs" / "reproduce" / "smoke" / "wrn-cifar10-gsoftmax")["error"]
+    ours = 100 * runs.read_result(tmp_path / "runs" / "reproduce" / "smoke" / "wrn-cifar10-gsoftmax")["error"]
     assert f"{ours:.2f}" not in out
 
 
@@ -365,5 +365,5 @@ def test_every_recipe_passes_its_smoke_run(name, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     status, out, err = run(capsys, "train", name, "--smoke", "--out", "run", "threads=1")
     assert status == 0, err
-    result = train.read_result(tmp_path / "run")
+    result = runs.read_result(tmp_path / "run")
     assert all(math.isfinite(result[k]) for k in ("nll", "ece")) and "smoke" in out

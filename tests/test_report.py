@@ -17,12 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from scipy.special import expit, softmax
 
-from gsoftmax import compare, geometry, report, train
+from gsoftmax import compare, geometry, report, runs, train
+from gsoftmax.config import Config, parse_head
 from gsoftmax.functional import gsoftmax
 from gsoftmax.report import figures, page, pictures, tables
 from gsoftmax.report.colours import colours
 from gsoftmax.report.tables import Table
-from gsoftmax.train import Config
 
 ROOT = Path(__file__).parents[1]
 EVIL = "<img src=x onerror=alert(1)>"
@@ -61,10 +61,10 @@ def fake_run(folder, head, seed, *, names=NAMES, multilabel=False, train_split=T
         outputs |= {f"train_{k}": v for k, v in stats.state_dict().items()}
         outputs["train_mean"] = outputs["train_mean"] * 1.5  # so that train and test differ
     save_file({k: v.contiguous() for k, v in outputs.items()}, folder / "outputs.safetensors")
-    name, head_options = train.parse_head(head)
+    name, head_options = parse_head(head)
     config = Config(head=name, head_options=head_options, seed=seed, epochs=3)
     (folder / "config.json").write_text(json.dumps(asdict(config)))
-    described = train.environment() | {"command": "gsoftmax compare <digits>", "data": {"classes": names}}
+    described = runs.environment() | {"command": "gsoftmax compare <digits>", "data": {"classes": names}}
     (folder / "environment.json").write_text(json.dumps(described))
     result = train.score(x, p, y, multilabel) | stats.geometry().average() | {"seconds": 1.0}
     rows = [{"epoch": e, "loss": 1 / (e + seed + len(head)), "lr": 0.1 / e} for e in (1, 2, 3)]
@@ -228,7 +228,7 @@ def test_run_folders_anywhere_make_a_report(tmp_path):
     doc = report.from_runs(folders)
     assert doc["heads"] == ["softmax", "gsoftmax(lam=2)"] and doc["seeds"] == [0, 1]
     assert doc["notes"] == ["1 runs left out: their seed is not there for every head"]
-    results = {h: [train.read_result(tmp_path / f"{h}-{s}") for s in (0, 1)] for h in doc["heads"]}
+    results = {h: [runs.read_result(tmp_path / f"{h}-{s}") for s in (0, 1)] for h in doc["heads"]}
     t, p = scipy.stats.ttest_rel(*([100 * r["error"] for r in results[h]] for h in reversed(doc["heads"])))
     assert doc["metrics"]["error"]["gsoftmax(lam=2)"]["paired"]["p"] == pytest.approx(p, rel=1e-9)
     with pytest.raises(ValueError, match="holds neither a finished run nor a comparison"):
@@ -316,7 +316,7 @@ def test_the_papers_tables_beside_our_runs(tmp_path):
     assert [len(t.rows) for t in found.values()] == [24, 8, 8, 6, 10, 6]
     row = next(r for r in found["Table 1"].rows if r[0] == "wrn-cifar100-gsoftmax")
     assert row == ("wrn-cifar100-gsoftmax", tables.Shown("17.41", 17.41), None, None)
-    ours = train.read_result(tmp_path / "coco-softmax")
+    ours = runs.read_result(tmp_path / "coco-softmax")
     row = next(r for r in found["Table 3"].rows if r[0] == "coco-softmax")
     header = found["Table 3"].header
     assert row[header.index("C-P")].text == "81.3"

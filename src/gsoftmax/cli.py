@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import signal
 import sys
 import tempfile
 import textwrap
+import threading
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,7 @@ examples:
   gsoftmax compare cifar10-fast data=folder:cifar10 --seeds 20
   gsoftmax train wrn-cifar100-gsoftmax --data ~/data --out runs/wrn amp=bf16
   gsoftmax reproduce table1 --row wrn-cifar100-gsoftmax --data ~/data
+  torchrun --nproc-per-node 4 -m gsoftmax train wrn-cifar100-gsoftmax --data ~/data     four processes, one run
 """
 
 
@@ -34,19 +39,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser.print_help()
         return 0
+    before = warnings.showwarning, signal.getsignal(signal.SIGTERM)
+    warnings.showwarning = _show_warning
     try:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, _terminated)
         args.run(args)
-    except KeyboardInterrupt:
-        hint = {"train": "; the same command with --resume goes on from the last checkpoint"}
+    except KeyboardInterrupt as stopped:
+        where = f" {stopped}" if str(stopped) else ""
+        hint = {"train": "; the same command with --resume goes on from there"}
         hint |= dict.fromkeys(("compare", "reproduce"), "; the same command goes on where this one stopped")
-        print(f"\ngsoftmax: stopped{hint.get(args.command, '')}", file=sys.stderr)
-        return 130
+        _say(f"stopped{where}{hint.get(args.command, '')}")
+        return 128 + getattr(stopped, "signal_number", signal.SIGINT)
     except (ValueError, OSError, RuntimeError) as error:
         if args.debug or type(error) is RuntimeError:
             raise
-        print(f"gsoftmax: {_one_line(error)}", file=sys.stderr)
+        _say(_one_line(error))
         return 2
+    finally:
+        warnings.showwarning = before[0]
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before[1])
     return 0
+
+
+def _say(text: str) -> None:
+    """One line on standard error; of several processes the first one speaks."""
+    if os.environ.get("RANK", "0") == "0":
+        _clear()
+        print(f"gsoftmax: {text}", file=sys.stderr)
+
+
+def _show_warning(message: Any, category: Any, *_: Any, **__: Any) -> None:
+    _say(f"warning: {' '.join(str(message).split())}")
+
+
+def _terminated(number: int, frame: Any) -> None:
+    from .distributed import Stopped
+
+    raise Stopped("", number)
 
 
 def _set_apart(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -169,7 +200,7 @@ def _report_options(c: argparse.ArgumentParser) -> None:
 
 
 def _changes(pairs: Sequence[str]) -> dict[str, Any]:
-    from .train import parse_value
+    from .config import parse_value
 
     changes = {}
     for pair in pairs:
@@ -225,6 +256,8 @@ def _clear() -> None:
 def _compare(args: argparse.Namespace) -> None:
     from . import compare, report, train
 
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("compare starts its own processes, as many as --jobs says; torchrun is for gsoftmax train")
     if args.seeds < 1:
         raise ValueError(f"--seeds must be 1 or more, got {args.seeds}")
     config = _config(args.what, args.changes)
@@ -249,15 +282,14 @@ def _compare(args: argparse.Namespace) -> None:
 
 
 def _train(args: argparse.Namespace) -> None:
-    from . import train
-
     out = _folder(args.what, args.out)
     result = _run_recipe(args.what, args.changes, out, args.data, args.resume, args.smoke)
+    if os.environ.get("RANK", "0") != "0":
+        return
     for key in ("error", "mAP", "compactness", "separability", "ratio", "nll", "ece", "seconds"):
         if key in result:
             print(f"{key:14}{result[key]:.4f}")
     print(f"{out}" + (" (smoke: small generated data, not a result)" if args.smoke else ""))
-    assert train.read_result(out) is not None
 
 
 def _run_recipe(
@@ -281,10 +313,10 @@ def _run_recipe(
 def _evaluate(args: argparse.Namespace) -> None:
     from safetensors.torch import load_file
 
-    from . import geometry, train
+    from . import geometry, runs, train
 
     run = Path(args.run_folder)
-    if train.read_result(run) is None:
+    if runs.read_result(run) is None:
         raise ValueError(f"{run} holds no finished run: config.json, metrics.jsonl and outputs.safetensors are needed")
     outputs = load_file(run / "outputs.safetensors")
     x, p, y = (outputs[k] for k in "xpy")
@@ -295,7 +327,7 @@ def _evaluate(args: argparse.Namespace) -> None:
 
 
 def _reproduce(args: argparse.Namespace) -> None:
-    from . import recipes, train
+    from . import recipes, runs
 
     rows = [r for r in recipes.recipes().values() if r.table == args.table and r.published]
     if not rows:
@@ -308,7 +340,7 @@ def _reproduce(args: argparse.Namespace) -> None:
     print(f"{'row':32}{'metric':12}{'published':>10}{'ours':>10}{'difference':>12}")
     for recipe in rows:
         out = Path(args.out) / ("smoke" if args.smoke else "") / recipe.name
-        result = train.read_result(out)
+        result = runs.read_result(out)
         if result is None:
             resume = (out / "config.json").exists()
             result = _run_recipe(recipe.name, args.changes, out, args.data, resume, args.smoke)

@@ -12,6 +12,8 @@ import math
 import multiprocessing
 import os
 import re
+import signal
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -23,7 +25,9 @@ import numpy as np
 import torch
 
 from . import significance
-from .train import Config, load_data, parse_head, pick_device, read_config, read_result, train, write_atomically
+from .config import Config, parse_head
+from .runs import locked, read_config, read_result, write_atomically
+from .train import load_data, pick_device, train
 
 SINGLE = ("error", "compactness", "separability", "ratio", "relative_sigma", "dprime", "nll", "ece")
 MULTI = ("mAP", "C_F1_mean", "O_F1", "compactness", "separability", "ratio", "relative_sigma", "dprime", "nll", "ece")
@@ -94,6 +98,14 @@ def compare(
             config = base.override({"head": name, "head_options": {**base.head_options, **options}, "seed": seed})
             tasks.append(Task(config, out / folder_name(head) / f"seed-{seed}", data_root))
     _refuse_early(tasks[: len(heads)], dataset)
+    with locked(out):
+        _run_missing(tasks, jobs, dataset.multilabel, progress)
+        return summarise(out, heads, seeds)
+
+
+def _run_missing(
+    tasks: Sequence[Task], jobs: int | None, multilabel: bool, progress: Callable[[str], None] | None
+) -> None:
     todo = [t for t in tasks if not _done(t)]
     started = time.perf_counter()
     for count, task in enumerate(_run_all(todo, jobs), start=1):
@@ -101,12 +113,11 @@ def compare(
             result = read_result(task.out) or {}
             spent = time.perf_counter() - started
             left = spent / count * (len(todo) - count)
-            headline = "mAP" if dataset.multilabel else "error"
+            headline = "mAP" if multilabel else "error"
             progress(
                 f"{count}/{len(todo)}  {task.config.head} seed {task.config.seed}  "
                 f"{NAMES[headline]} {100 * result.get(headline, float('nan')):.2f}  {left:.0f} s left"
             )
-    return summarise(out, heads, seeds)
 
 
 def _refuse_early(tasks: Sequence[Task], dataset: Any) -> None:
@@ -143,20 +154,36 @@ def _run_all(tasks: Sequence[Task], jobs: int | None) -> Any:
             _run(task, None)
             yield task
         return
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_follow, initargs=(os.getpid(),)) as pool:
         waiting = {}
-        for i, task in enumerate(tasks):
-            waiting[pool.submit(_run, task, i % gpus if gpus else None)] = task
-        while waiting:
-            done, _ = wait(waiting, return_when=FIRST_COMPLETED)
-            for future in done:
-                task = waiting.pop(future)
-                try:
+        try:
+            for i, task in enumerate(tasks):
+                waiting[pool.submit(_run, task, i % gpus if gpus else None)] = task
+            while waiting:
+                done, _ = wait(waiting, return_when=FIRST_COMPLETED)
+                for future in done:
+                    task = waiting.pop(future)
                     future.result()
-                except BaseException:
-                    pool.shutdown(cancel_futures=True)
-                    raise
-                yield task
+                    yield task
+        except BaseException:
+            for future in waiting:
+                future.cancel()
+            for process in list(pool._processes.values()):
+                process.terminate()  # which makes a run save its state
+            raise
+
+
+def _follow(parent: int) -> None:
+    """A run in a pool leaves Ctrl-C to the one who started it, and does not outlive it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _run(task: Task, gpu: int | None) -> None:

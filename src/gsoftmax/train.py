@@ -1,9 +1,7 @@
-"""One run: a configuration, a visible training loop, and a folder that describes itself.
+"""One run: what it is made of, a visible training loop, and the evaluation.
 
-    config.json  environment.json  metrics.jsonl  outputs.safetensors  checkpoint/last.pt
-
-Everything random follows from the seed: the backbone's weights, the head's weights, and for every epoch the order of
-the examples, their augmentation and dropout, each from a stream of its own.  So two heads with the same seed start from
+Everything random follows from the seed: the backbone's weights, the head's weights, and for every batch which examples
+it has, their augmentation and dropout, each from a stream of its own.  So two heads with the same seed start from
 the same backbone and see the same batches, and a run that was stopped goes on as if nothing had happened.
 """
 
@@ -15,135 +13,30 @@ import difflib
 import functools
 import importlib
 import inspect
-import json
-import math
 import os
-import platform
-import re
-import shlex
-import shutil
-import sys
+import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import backbones, geometry, metrics, schedules
+from . import backbones, distributed, geometry, metrics, schedules
 from . import data as data_room
-from ._version import __version__
+from .config import Config
 from .data.seeded import mix
+from .distributed import Stopped, Watch, World
 from .gaussians import param_groups
 from .heads import GSoftmaxHead, LSoftmaxHead, SoftmaxHead
+from .runs import RunFolder
 
 HEADS: dict[str, type[nn.Module]] = {"softmax": SoftmaxHead, "lsoftmax": LSoftmaxHead, "gsoftmax": GSoftmaxHead}
-SCHEDULES = ("constant", "linspace", "logspace", "staircase", "malleable")
 AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Config:
-    """Everything a run depends on.  A recipe says what differs from these defaults.
-
-    >>> Config().override({"head": "gsoftmax", "head_options.lam": 0.5}).head_options
-    {'lam': 0.5}
-    """
-
-    # data: see gsoftmax.data.load
-    data: str = "digits"
-    val_fraction: float = 0.0
-    train_fraction: float = 1.0
-    imbalance: float = 1.0
-    label_noise: float = 0.0
-    image_size: int | None = None
-    augment: str | None = None  # a preset or its changes; None is the dataset's own
-    evaluate_on: str = "test"  # or "val", for choosing settings
-    # network: see gsoftmax.backbones.create
-    backbone: str | None = None  # None: cnn for small images, resnet101 for files, mlp for tables
-    backbone_options: dict[str, Any] = field(default_factory=dict)
-    pool: str | None = None
-    pretrained: bool = False
-    weights: str | None = None
-    feature_scale: float = 1.0  # h is multiplied by it before the head
-    # head
-    head: str = "softmax"  # softmax, lsoftmax, gsoftmax or package.module:ClassName
-    head_options: dict[str, Any] = field(default_factory=dict)
-    init: str = "constant"  # "data": Gaussians from one pass over the training data before training
-    label_smoothing: float = 0.0
-    reduction: str | None = None  # multi-label losses: mean (default), sum or batchmean
-    # optimisation
-    epochs: int = 15
-    batch_size: int = 64
-    accumulate: int = 1  # steps of the optimiser take this many batches
-    optimizer: str = "sgd"  # any of torch.optim, by name
-    optimizer_options: dict[str, Any] = field(default_factory=dict)
-    lr: float = 0.1
-    momentum: float = 0.9
-    nesterov: bool = True
-    weight_decay: float = 5e-4
-    bias_lr: float = 1.0  # multiplies the learning rate (and divides the decay) of the backbone's biases and norms
-    schedule: dict[str, Any] = field(default_factory=lambda: {"name": "linspace", "a": 1.0, "b": 0.01})
-    schedule_every: str = "epoch"  # or "step"
-    warmup: float = 0.0  # share of the training over which the rate rises from 0
-    clip: float | None = None  # largest norm of the gradient
-    ema: float = 0.0  # decay of averaged weights, which are then the ones evaluated; 0 is off
-    amp: str = "off"
-    channels_last: bool = True  # of images; faster on CPUs too
-    compile: bool = False
-    # the run
-    seed: int = 0
-    device: str = "auto"
-    threads: int = 0  # 0: torch's default
-    workers: int | None = None  # processes that read image files
-    evaluate_every: int = 0  # epochs; 0 is at the end only
-    checkpoint_every: int = 1  # epochs; 0 is never
-    train_geometry: bool = True  # class geometry of the training set too, one more pass at the end
-
-    def __post_init__(self) -> None:
-        for name, low in (("epochs", 0), ("batch_size", 1), ("accumulate", 1), ("threads", 0), ("evaluate_every", 0)):
-            if type(getattr(self, name)) is not int or getattr(self, name) < low:
-                raise ValueError(f"{name} must be a whole number, {low} or more, got {getattr(self, name)!r}")
-        for name, choices in (
-            ("amp", tuple(AMP)),
-            ("init", ("constant", "data")),
-            ("evaluate_on", ("test", "val")),
-            ("schedule_every", ("epoch", "step")),
-        ):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        for name in ("lr", "momentum", "weight_decay", "ema", "warmup", "bias_lr", "feature_scale"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-                raise ValueError(f"{name} must be a number, 0 or more, got {value!r}")
-        if self.schedule.get("name") not in SCHEDULES:
-            raise ValueError(f"schedule name must be one of {', '.join(SCHEDULES)}, got {self.schedule.get('name')!r}")
-
-    def override(self, changes: Mapping[str, Any]) -> Config:
-        """The same with some keys changed; `head_options.lam` reaches into a dictionary.  Unknown keys are errors."""
-        known = {f.name for f in dataclasses.fields(self)}
-        new: dict[str, Any] = {}
-        for key, value in changes.items():
-            name, _, inner = key.partition(".")
-            if name not in known:
-                close = difflib.get_close_matches(name, known, 1)
-                hint = f", did you mean {close[0]!r}" if close else ""
-                raise ValueError(f"unknown key {name!r}{hint}; keys are {', '.join(sorted(known))}")
-            if inner:
-                held = new.get(name, getattr(self, name))
-                if not isinstance(held, dict):
-                    raise ValueError(f"{name!r} holds {held!r} and has no {inner!r} inside")
-                value = {**held, inner: value}
-            new[name] = value
-        return dataclasses.replace(self, **new)
-
-    def identity(self) -> dict[str, Any]:
-        """What decides the result: all but where it runs and how often it is looked at."""
-        where = ("device", "workers", "evaluate_every", "checkpoint_every")
-        return {k: v for k, v in dataclasses.asdict(self).items() if k not in where}
+ALONE = World()
 
 
 class Diverged(RuntimeError):
@@ -154,7 +47,7 @@ class Diverged(RuntimeError):
 
 
 class Network(nn.Module):
-    """Backbone and head: images or rows in, h or the loss out."""
+    """Backbone and head: images or rows in, the loss out."""
 
     backbone: Any
     head: Any
@@ -167,7 +60,7 @@ class Network(nn.Module):
         h = self.backbone(inputs)
         return h if self.feature_scale == 1 else h * self.feature_scale
 
-    def loss(self, inputs: Tensor, target: Tensor, **options: Any) -> Tensor:
+    def forward(self, inputs: Tensor, target: Tensor, **options: Any) -> Tensor:
         return self.head.loss(self.h(inputs), target, **options)
 
 
@@ -197,36 +90,6 @@ def find_head(name: str) -> type[nn.Module]:
     return found
 
 
-def parse_head(text: str) -> tuple[str, dict[str, Any]]:
-    """Name and options of a head written as `name(option=value, ...)`.
-
-    >>> parse_head("gsoftmax(lam=4, gaussians=tracked)")
-    ('gsoftmax', {'lam': 4, 'gaussians': 'tracked'})
-    """
-    match = re.fullmatch(r"\s*([\w.:-]+)\s*(?:\((.*)\))?\s*", text)
-    if not match:
-        raise ValueError(f"head must be written as name or name(option=value, ...), got {text!r}")
-    options: dict[str, Any] = {}
-    for item in filter(None, (part.strip() for part in (match[2] or "").split(","))):
-        key, equals, value = (part.strip() for part in item.partition("="))
-        if not equals or not key.isidentifier():
-            raise ValueError(f"head {match[1]!r} takes options as option=value, got {item!r}")
-        options[key] = parse_value(value)
-    return match[1], options
-
-
-def parse_value(text: str) -> Any:
-    """A value of the command line: JSON where it is JSON, else the text itself.
-
-    >>> parse_value("0.5"), parse_value("true"), parse_value("bf16"), parse_value("1e-5")
-    (0.5, True, 'bf16', 1e-05)
-    """
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return {"none": None, "None": None, "True": True, "False": False}.get(text, text)
-
-
 @functools.lru_cache(maxsize=2)
 def _load(spec: str, root: str | None, device: str, options: tuple[tuple[str, Any], ...]) -> data_room.Dataset:
     return data_room.load(spec, root, **dict(options)).to(device)
@@ -237,7 +100,7 @@ def load_data(config: Config, root: str | os.PathLike[str] | None = None) -> dat
     options = {
         k: getattr(config, k) for k in ("val_fraction", "train_fraction", "imbalance", "label_noise", "image_size")
     }
-    where = str(pick_device(config.device))
+    where = str(distributed.local_device(pick_device(config.device)))
     return _load(config.data, None if root is None else os.fspath(root), where, tuple(options.items()))
 
 
@@ -363,14 +226,200 @@ def train(
     resume: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Trains, evaluates, writes the run folder `out` (none: nothing is written) and returns the final metrics."""
+    """Trains, evaluates, writes the run folder `out` (none: nothing is written) and returns the final metrics.
+
+    Under torchrun the processes share every batch.  SIGINT and SIGTERM save the state and raise `Stopped`.
+    """
     if config.threads:
         torch.set_num_threads(config.threads)
-    device = pick_device(config.device)
     torch.backends.cudnn.benchmark = True  # every batch has the same shape
-    dataset = load_data(config, data_root)
-    batches, steps = total_steps(config, dataset)
+    device = distributed.local_device(pick_device(config.device))
+    with ExitStack() as stack:
+        world = stack.enter_context(distributed.joined(device))
+        dataset = distributed.one_after_the_other(world, lambda: load_data(config, data_root))
+        parts = prepare(config, dataset, device, world)
+        folder, watch = None, None
+        if out is not None:
+            described = {"data": {"name": dataset.name, "classes": list(dataset.classes)}, "processes": world.size}
+            resume = resume or distributed.restarted()
+            opened: list[RunFolder] = []
+            distributed.by_the_first(world, lambda: opened.append(RunFolder(out, config, described, resume)))
+            folder = stack.enter_context(opened[0]) if opened else None
+            watch = stack.enter_context(Watch(world, config.checkpoint_minutes))
+        return _train(parts, config, dataset, world, folder, watch, progress if world.first else None)
+
+
+def _train(
+    parts: Parts,
+    config: Config,
+    dataset: data_room.Dataset,
+    world: World,
+    folder: RunFolder | None,
+    watch: Watch | None,
+    progress: Callable[[str], None] | None,
+) -> dict[str, Any]:
+    device = next(parts.network.parameters()).device
+    batches, _ = total_steps(config, dataset)
     per_step = config.schedule_every == "step"
+    options, amp = loss_options(config, dataset), _autocast(config, device)
+    at = Position() if watch is None else _go_on(parts, folder, world)
+    clock_start = time.perf_counter() - at.seconds
+
+    def save() -> None:
+        """All processes bring their state together, and the first one writes it."""
+        at.seconds = time.perf_counter() - clock_start
+        losses = distributed.total(_doubles(at.losses), world).tolist()
+        state = dataclasses.asdict(dataclasses.replace(at, losses=losses)) | parts.state()
+        if folder is not None:
+            folder.save(state)
+        if watch is not None:
+            watch.saved()
+
+    for epoch in range(at.epoch + 1, config.epochs + 1):
+        parts.network.train()
+        for i, (inputs, target) in enumerate(_train_batches(dataset, config, epoch, world, at.batch), at.batch + 1):
+            torch.manual_seed(mix(config.seed, 3, epoch, i, *([world.rank] if world.rank else [])))  # dropout
+            step = i % config.accumulate == 0 or i == batches
+            weight = world.size * _share_of_loss(config, len(target), world)
+            with nullcontext() if step else parts.no_sync():
+                with amp():
+                    loss = parts.loss(inputs, target, **options)
+                scaled = loss * (weight / config.accumulate) if weight != 1 or config.accumulate > 1 else loss
+                parts.scaler.scale(scaled).backward()
+            at.losses.append(loss.detach() * (weight / world.size) if world.size > 1 else loss.detach())
+            at.seen += config.batch_size
+            if progress is not None and device.type == "cpu":
+                progress(_progress(config, epoch, i, batches, loss.item(), at.seen, clock_start))
+            if not step:
+                continue
+            if world.size > 1:
+                parts.mean_gradients(world)
+            if config.clip is not None:
+                parts.scaler.unscale_(parts.optimizer)
+                nn.utils.clip_grad_norm_(parts.network.parameters(), config.clip)
+            parts.scaler.step(parts.optimizer)
+            parts.scaler.update()
+            parts.optimizer.zero_grad(set_to_none=True)
+            if parts.average is not None:
+                parts.average.update_parameters(parts.network)
+            if per_step:
+                parts.scheduler.step()
+            at.batch = i
+            if watch is not None and i < batches and (wish := watch.look()) != Watch.GO_ON:
+                _refuse_nonfinite(at, batches, parts.network, folder, world)
+                save()
+                if wish == Watch.STOP:
+                    where = f"in epoch {epoch}, after batch {i} of {batches}"
+                    raise Stopped(where, watch.signal_number or signal.SIGTERM)
+        mean_loss = _refuse_nonfinite(at, batches, parts.network, folder, world)
+        if progress is not None:
+            progress(_progress(config, epoch, batches, batches, mean_loss, at.seen, clock_start))
+        row = {"epoch": epoch, "loss": mean_loss, "lr": parts.optimizer.param_groups[0]["lr"]}
+        at.epoch, at.batch, at.losses = epoch, 0, []
+        if not per_step:
+            parts.scheduler.step()
+        if config.evaluate_every and epoch % config.evaluate_every == 0 and epoch < config.epochs:
+            row |= evaluate(parts.evaluated(world), dataset, config, config.evaluate_on, world)[0]
+        if folder is not None:
+            folder.log(row | {"seconds": time.perf_counter() - clock_start})
+        wish = Watch.GO_ON if watch is None else watch.look()
+        if watch is not None and (wish or (config.checkpoint_every and epoch % config.checkpoint_every == 0)):
+            save()
+        if watch is not None and wish == Watch.STOP:
+            raise Stopped(f"after epoch {epoch}", watch.signal_number or signal.SIGTERM)
+
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - clock_start
+    best = parts.evaluated(world)
+    result, outputs = evaluate(best, dataset, config, config.evaluate_on, world)
+    if config.train_geometry:
+        stats = class_statistics(best, dataset, config, "train", world)
+        result |= {f"train_{k}": v for k, v in stats.geometry().average().items()}
+        if dataset.num_classes <= 1000:  # what the report draws the training set's Gaussians from; 16 MB at most
+            outputs |= {f"train_{k}": v.cpu() for k, v in stats.state_dict().items()}
+    result |= {"seconds": seconds, "epochs": config.epochs, "examples_per_second": at.seen / max(seconds, 1e-9)}
+    distributed.by_the_first(world, lambda: folder.finish(result, outputs) if folder is not None else None)
+    return result
+
+
+@dataclass
+class Position:
+    """How far a run is: whole epochs, batches of the epoch after them and their losses, seconds and examples so far."""
+
+    epoch: int = 0
+    batch: int = 0
+    losses: list[Tensor] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+    seen: int = 0
+
+
+@dataclass
+class Parts:
+    """What a run is made of and what its checkpoints hold."""
+
+    network: Network
+    loss: Callable[..., Tensor]  # the network, in the wrappings of DDP and torch.compile
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    average: torch.optim.swa_utils.AveragedModel | None
+    scaler: torch.amp.GradScaler
+    alone: list[nn.Parameter]  # parameters whose gradients nobody else averages over the processes
+    no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def mean_gradients(self, world: World) -> None:
+        distributed.mean_gradients(iter(self.alone), world)
+
+    def evaluated(self, world: World) -> Network:
+        """The network whose numbers count, the same on every process."""
+        network: Any = self.network if self.average is None else self.average.module
+        distributed.share_buffers(network, world)
+        return network
+
+    def state(self) -> dict[str, Any]:
+        """Whole tensors on the CPU, whoever holds their pieces: written by any number of processes, read by any."""
+        from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions,
+            get_model_state_dict,
+            get_optimizer_state_dict,
+        )
+
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = {
+            "network": get_model_state_dict(self.network, options=options),
+            "optimizer": get_optimizer_state_dict(self.network, self.optimizer, options=options),
+            "scheduler": self.scheduler.state_dict(),
+            "scaler": self.scaler.state_dict(),
+        }
+        return state if self.average is None else state | {"average": self.average.state_dict()}
+
+    def load(self, own: dict[str, Any], world: World) -> None:
+        """The same from rank 0's state; the others have none."""
+        from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions,
+            set_model_state_dict,
+            set_optimizer_state_dict,
+        )
+
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=world.size > 1)
+        set_model_state_dict(self.network, own.get("network", {}), options=options)
+        set_optimizer_state_dict(self.network, self.optimizer, own.get("optimizer", {}), options=options)
+        small = ("scheduler", "scaler", "average")
+        rest = distributed.by_the_first(world, lambda: {k: own[k] for k in small if k in own})
+        self.scheduler.load_state_dict(rest["scheduler"])
+        self.scaler.load_state_dict(rest["scaler"])
+        if self.average is not None:
+            self.average.load_state_dict(rest["average"])
+
+
+def prepare(config: Config, dataset: data_room.Dataset, device: torch.device, world: World = ALONE) -> Parts:
+    """Network, optimiser and schedule at the start of a run, spread over the processes."""
+    _, steps = total_steps(config, dataset)
+    if world.size > config.batch_size:
+        raise ValueError(
+            f"batch_size must be at least the number of processes, {world.size}, because they share it, "
+            f"got {config.batch_size}"
+        )
     network = build(config, dataset).to(device)
     if config.channels_last:
         network = network.to(memory_format=torch.channels_last)
@@ -378,76 +427,70 @@ def train(
         sample = next(data_room.eval_batches(dataset, "train", min(5000, len(dataset.train))))[0]
         network.backbone.init_whiten(sample)
     if config.init == "data":
-        fit_gaussians(network, dataset, config)
-    optimizer = build_optimizer(config, network)
-    scheduler = schedules.scheduler(optimizer, build_schedule(config, steps if per_step else config.epochs))
+        fit_gaussians(network, dataset, config, world)
+    if config.sync_batchnorm and world.size > 1:
+        network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
+    alone: list[nn.Parameter] = []
+    wrapped: Any = network
+    if world.size > 1 and config.parallel == "fsdp":
+        if config.ema:
+            raise ValueError(f"ema must be 0 with parallel=fsdp, got {config.ema}")
+        _shard_backbone(network, device)
+        alone = list(network.head.parameters())
     average = _average(network, config.ema)
-    scaler = torch.amp.GradScaler(device.type, enabled=config.amp == "fp16" and device.type == "cuda")
-    loss_of = torch.compile(network.loss) if config.compile else network.loss
-    options = loss_options(config, dataset)
-    amp = _autocast(config, device)
-
-    folder = None if out is None else RunFolder(out, config, dataset, resume)
-    first = 1
-    if folder is not None and (state := folder.checkpoint()) is not None:
-        for name, part in _parts(network, optimizer, scheduler, average, scaler).items():
-            part.load_state_dict(state[name])
-        first = state["epoch"] + 1
-    started, seen = time.perf_counter(), 0
-    for epoch in range(first, config.epochs + 1):
-        network.train()
-        torch.manual_seed(mix(config.seed, 3, epoch))  # dropout; the same whatever came before
-        losses = []
-        for i, (inputs, target) in enumerate(_train_batches(dataset, config, epoch), start=1):
-            with amp():
-                loss = loss_of(inputs, target, **options)
-            scaler.scale(loss / config.accumulate if config.accumulate > 1 else loss).backward()
-            losses.append(loss.detach())
-            seen += len(target)
-            if i % config.accumulate == 0 or i == batches:
-                if config.clip is not None:
-                    scaler.unscale_(optimizer)
-                    nn.utils.clip_grad_norm_(network.parameters(), config.clip)
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad(set_to_none=True)
-                if average is not None:
-                    average.update_parameters(network)
-                if per_step:
-                    scheduler.step()
-            if progress is not None and device.type == "cpu":
-                progress(_progress(config, epoch, i, batches, loss.item(), seen, started, first))
-        mean_loss = _finite_mean(torch.stack(losses), epoch, folder)
-        if progress is not None:
-            progress(_progress(config, epoch, batches, batches, mean_loss, seen, started, first))
-        row = {"epoch": epoch, "loss": mean_loss, "lr": optimizer.param_groups[0]["lr"]}
-        if not per_step:
-            scheduler.step()
-        if config.evaluate_every and epoch % config.evaluate_every == 0 and epoch < config.epochs:
-            row |= evaluate(_evaluated(network, average), dataset, config, config.evaluate_on)[0]
-        if folder is not None:
-            folder.log(row | {"seconds": time.perf_counter() - started})
-            if config.checkpoint_every and epoch % config.checkpoint_every == 0:
-                parts = _parts(network, optimizer, scheduler, average, scaler)
-                folder.save({"epoch": epoch} | {name: part.state_dict() for name, part in parts.items()})
-
-    best = _evaluated(network, average)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - started
-    result, outputs = evaluate(best, dataset, config, config.evaluate_on)
-    if config.train_geometry:
-        stats = class_statistics(best, dataset, config, "train")
-        result |= {f"train_{k}": v for k, v in stats.geometry().average().items()}
-        if dataset.num_classes <= 1000:  # what the report draws the training set's Gaussians from; 16 MB at most
-            outputs |= {f"train_{k}": v.cpu() for k, v in stats.state_dict().items()}
-    result |= {"seconds": seconds, "epochs": config.epochs, "examples_per_second": seen / max(seconds, 1e-9)}
-    if folder is not None:
-        folder.finish(result, outputs)
-    return result
+    if world.size > 1 and config.parallel == "ddp":
+        wrapped = nn.parallel.DistributedDataParallel(network, device_ids=[device] if device.type == "cuda" else None)
+    optimizer = build_optimizer(config, network)
+    length = steps if config.schedule_every == "step" else config.epochs
+    return Parts(
+        network,
+        torch.compile(wrapped) if config.compile else wrapped,
+        optimizer,
+        schedules.scheduler(optimizer, build_schedule(config, length)),
+        average,
+        torch.amp.GradScaler(device.type, enabled=config.amp == "fp16" and device.type == "cuda"),
+        alone,
+        getattr(wrapped, "no_sync", nullcontext),
+    )
 
 
-def _train_batches(dataset: data_room.Dataset, config: Config, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _shard_backbone(network: Network, device: torch.device) -> None:
+    """FSDP2: every part of the backbone is whole only while it is used, and its gradients are averaged."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for child in network.backbone.children():
+        for part in child if isinstance(child, (nn.Sequential, nn.ModuleList)) else [child]:
+            if any(True for _ in part.parameters()):
+                fully_shard(part, mesh=mesh)
+    fully_shard(network.backbone, mesh=mesh)
+
+
+def _share_of_loss(config: Config, rows: int, world: World) -> float:
+    """What this process's loss is multiplied by so that the sum over all is the loss of the whole batch."""
+    return 1.0 if world.size == 1 or config.reduction == "sum" else rows / config.batch_size
+
+
+def _go_on(parts: Parts, folder: RunFolder | None, world: World) -> Position:
+    """Loads the newest checkpoint of the folder, which rank 0 has; the beginning where there is none."""
+    state: dict[str, Any] = {}
+
+    def read() -> dict[str, Any] | None:
+        state.update((folder.checkpoint() if folder is not None else None) or {})
+        return {f.name: state[f.name] for f in dataclasses.fields(Position)} if state else None
+
+    found = distributed.by_the_first(world, read)
+    if found is None:
+        return Position()
+    parts.load(state, world)
+    losses = torch.tensor(found.pop("losses"), dtype=torch.float64)
+    return Position(losses=list(losses if world.first else torch.zeros_like(losses)), **found)
+
+
+def _train_batches(
+    dataset: data_room.Dataset, config: Config, epoch: int, world: World = ALONE, skip: int = 0
+) -> Iterator[tuple[Tensor, Tensor]]:
     augment = None if config.augment is None else data_room.Augment.parse(config.augment)
     return data_room.train_batches(
         dataset,
@@ -455,6 +498,8 @@ def _train_batches(dataset: data_room.Dataset, config: Config, epoch: int) -> It
         seed=config.seed,
         epoch=epoch,
         augment=augment,
+        skip=skip,
+        shard=world.share,
         channels_last=config.channels_last,
         workers=config.workers,
     )
@@ -479,31 +524,33 @@ def _average(network: Network, decay: float) -> torch.optim.swa_utils.AveragedMo
     return swa.AveragedModel(network, multi_avg_fn=swa.get_ema_multi_avg_fn(decay), use_buffers=True)
 
 
-def _evaluated(network: Network, average: Any) -> Network:
-    return network if average is None else average.module
-
-
-def _parts(network: Any, optimizer: Any, scheduler: Any, average: Any, scaler: Any) -> dict[str, Any]:
-    parts = {"network": network, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-    return parts if average is None else parts | {"average": average}
-
-
-def _finite_mean(losses: Tensor, epoch: int, folder: RunFolder | None) -> float:
-    values = losses.double().cpu()
-    bad = (~values.isfinite()).nonzero()
+def _refuse_nonfinite(at: Position, batches: int, network: nn.Module, folder: RunFolder | None, world: World) -> float:
+    """The mean loss of the epoch so far; the run ends here where it, or a weight, stopped being a finite number."""
+    values = distributed.total(_doubles(at.losses), world)
+    bad = (~values.isfinite()).nonzero().flatten()
+    saved = None if folder is None else folder.newest()
+    kept = "" if saved is None else f"; the last good checkpoint is {saved}"
     if len(bad):
-        saved = "" if folder is None or not folder.last.exists() else f"; the last good checkpoint is {folder.last}"
-        step = int(bad[0]) + 1
-        raise Diverged(f"the loss became {values[bad[0]].item()} in epoch {epoch}, step {step}{saved}")
+        batch = int(bad[0]) + 1
+        raise Diverged(
+            f"the loss became {values[bad[0]].item()} in step {at.epoch * batches + batch:,} "
+            f"(epoch {at.epoch + 1}, batch {batch}){kept}"
+        )
+    local = (p.to_local() if hasattr(p, "to_local") else p for p in network.parameters())
+    finite = torch.stack([p.detach().isfinite().all() for p in local]).all()
+    if distributed.total((~finite).double().cpu(), world):
+        raise Diverged(f"a weight stopped being a finite number in epoch {at.epoch + 1}{kept}")
     return float(values.mean())
 
 
-def _progress(
-    config: Config, epoch: int, i: int, batches: int, loss: float, seen: int, started: float, first: int
-) -> str:
-    spent = time.perf_counter() - started
-    done = (epoch - first) * batches + i
-    left = spent / done * ((config.epochs - first + 1) * batches - done)
+def _doubles(losses: list[Tensor]) -> Tensor:
+    """Losses as float64 on the CPU, by one transfer."""
+    return torch.stack([v.double() for v in losses]).cpu() if losses else torch.zeros(0, dtype=torch.float64)
+
+
+def _progress(config: Config, epoch: int, i: int, batches: int, loss: float, seen: int, start: float) -> str:
+    spent = time.perf_counter() - start
+    left = spent / seen * config.batch_size * ((config.epochs - epoch + 1) * batches - i)
     return f"epoch {epoch}/{config.epochs}  loss {loss:.4f}  {seen / max(spent, 1e-9):,.0f}/s  {clock(left)} left"
 
 
@@ -521,27 +568,31 @@ def clock(seconds: float) -> str:
 
 
 @torch.no_grad()
-def fit_gaussians(network: Network, dataset: data_room.Dataset, config: Config) -> None:
+def fit_gaussians(network: Network, dataset: data_room.Dataset, config: Config, world: World = ALONE) -> None:
     """The paper's data-driven start: Gaussians of x over the training set with the initial weights, in eval mode."""
     if not hasattr(network.head, "fit_gaussians"):
         return  # a head without Gaussians: the same recipe serves it
     network.eval()
     device = next(network.parameters()).device
     with _autocast(config, device)():
-        batches = data_room.eval_batches(dataset, "train", max(config.batch_size, 256), workers=config.workers)
+        size = max(config.batch_size, 256)
+        batches = data_room.eval_batches(dataset, "train", size, shard=world.share, workers=config.workers)
         network.head.fit_gaussians(network.h(inputs).float() for inputs, _ in batches)
 
 
 @torch.no_grad()
 def collect(
-    network: Network, dataset: data_room.Dataset, config: Config, part: str
+    network: Network, dataset: data_room.Dataset, config: Config, part: str, world: World = ALONE
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """x, p and y of a split, batch by batch; the head works in float64, so that no probability rounds to 0 or 1."""
+    """x, p and y of a split, or of this process's share of it, batch by batch.
+
+    The head works in float64, so that no probability rounds to 0 or 1.
+    """
     network.eval()
     head = copy.deepcopy(network.head).double()
     device = next(network.parameters()).device
-    size = config.batch_size if dataset.kind == "files" else max(config.batch_size, 1024)
-    batches = data_room.eval_batches(dataset, part, size, channels_last=config.channels_last, workers=config.workers)
+    options = {"channels_last": config.channels_last, "workers": config.workers}
+    batches = data_room.eval_batches(dataset, part, _evaluated_at_once(dataset, config), shard=world.share, **options)
     for inputs, y in batches:
         with _autocast(config, device)():
             h = network.h(inputs)
@@ -549,28 +600,42 @@ def collect(
         yield head.features(h).float(), head.predict_proba(h), y
 
 
+def _evaluated_at_once(dataset: data_room.Dataset, config: Config) -> int:
+    return config.batch_size if dataset.kind == "files" else max(config.batch_size, 1024)
+
+
 def evaluate(
-    network: Network, dataset: data_room.Dataset, config: Config, part: str
+    network: Network, dataset: data_room.Dataset, config: Config, part: str, world: World = ALONE
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Metrics of a split, and its outputs: x, p, y and the head's Gaussians where it has them."""
-    x, p, y = (torch.cat(parts).cpu() for parts in zip(*collect(network, dataset, config, part), strict=True))
-    stats = geometry.ClassStatistics(dataset.num_classes, multilabel=dataset.multilabel)
-    stats.update(positive_outputs(x), y)
+    """Metrics of a split, and its outputs: x, p, y and the head's Gaussians where it has them.
+
+    Every process sees its share of the rows; rank 0 computes the metrics of all of them and holds the outputs.
+    """
+    found = zip(*collect(network, dataset, config, part, world), strict=True)
+    rows = torch.arange(len(dataset.split(part))).split(_evaluated_at_once(dataset, config))
+    shares = [torch.cat([piece.tensor_split(world.size)[rank] for piece in rows]) for rank in range(world.size)]
+    x, p, y = (distributed.gather_rows(torch.cat(parts).cpu(), shares, world) for parts in found)
     outputs = {"x": x, "p": p, "y": y}
     for name in ("mu", "sigma"):
         if isinstance(value := getattr(network.head, name, None), Tensor):
             outputs[name] = value.detach().float().cpu().clone()
-    return score(x, p, y, dataset.multilabel) | stats.geometry().average(), outputs
+
+    def numbers() -> dict[str, float]:
+        stats = geometry.ClassStatistics(dataset.num_classes, multilabel=dataset.multilabel)
+        stats.update(positive_outputs(x), y)
+        return score(x, p, y, dataset.multilabel) | stats.geometry().average()
+
+    return distributed.by_the_first(world, numbers), outputs
 
 
 def class_statistics(
-    network: Network, dataset: data_room.Dataset, config: Config, part: str
+    network: Network, dataset: data_room.Dataset, config: Config, part: str, world: World = ALONE
 ) -> geometry.ClassStatistics:
-    """Mean and deviation of every output for every class of a split."""
+    """Mean and deviation of every output for every class of a split, over all processes."""
     stats = geometry.ClassStatistics(dataset.num_classes, multilabel=dataset.multilabel)
-    for x, _, y in collect(network, dataset, config, part):
+    for x, _, y in collect(network, dataset, config, part, world):
         stats.update(positive_outputs(x), y)
-    return stats
+    return stats.sync()
 
 
 def positive_outputs(x: Tensor) -> Tensor:  # (N, C), or (N, 2, L) -> (N, L)
@@ -597,127 +662,4 @@ def score(x: Tensor, p: Tensor, y: Tensor, multilabel: bool) -> dict[str, float]
     return numbers | {  # averages over labels
         "nll": float(metrics.multilabel_negative_log_likelihood(held, y).nanmean()),
         "ece": float(metrics.multilabel_expected_calibration_error(p, y).nanmean()),
-    }
-
-
-# ----------------------------------------------------------------------------------------------------- the run folder
-
-
-class RunFolder:
-    """What a run leaves behind.  Files appear whole or not at all."""
-
-    def __init__(self, path: str | os.PathLike[str], config: Config, dataset: data_room.Dataset, resume: bool) -> None:
-        self.path = Path(path)
-        self.last = self.path / "checkpoint" / "last.pt"
-        self.resume = resume
-        wanted = json.loads(json.dumps(config.identity()))
-        if (found := read_config(self.path)) is not None:
-            if not resume:
-                raise ValueError(f"{self.path} already holds a run; --resume goes on with it")
-            differing = sorted(k for k in wanted if found.identity().get(k) != wanted[k])
-            if differing:
-                raise ValueError(f"{self.path} holds a run with another {', '.join(differing)}")
-        self.last.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.path / "config.json", json.dumps(dataclasses.asdict(config), indent=2))
-        described = environment() | {"data": {"name": dataset.name, "classes": list(dataset.classes)}}
-        write_atomically(self.path / "environment.json", json.dumps(described, indent=2))
-        if not resume or not self.last.exists():
-            write_atomically(self.path / "metrics.jsonl", "")
-
-    def checkpoint(self) -> dict[str, Any] | None:
-        """The state to go on from; rows written after it are taken back."""
-        if not self.resume or not self.last.exists():
-            return None
-        state = torch.load(self.last, map_location="cpu", weights_only=True)
-        rows = [row for row in read_rows(self.path) if "final" not in row and row["epoch"] <= state["epoch"]]
-        write_atomically(self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-        return state
-
-    def log(self, row: Mapping[str, Any]) -> None:
-        with open(self.path / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(row) + "\n")
-        board = self._board()
-        if board is not None:
-            for key, value in row.items():
-                if isinstance(value, (int, float)) and key != "epoch":
-                    board.add_scalar(key, value, row.get("epoch"))
-
-    @functools.cache  # noqa: B019 - one writer a folder, as long as the folder object lives
-    def _board(self) -> Any:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            return None
-        return SummaryWriter(str(self.path / "tensorboard"))
-
-    def save(self, state: Mapping[str, Any]) -> None:
-        with whole_file(self.last) as partial:
-            torch.save(state, partial)
-
-    def finish(self, result: Mapping[str, Any], outputs: Mapping[str, Tensor]) -> None:
-        from safetensors.torch import save_file
-
-        with whole_file(self.path / "outputs.safetensors") as partial:
-            save_file({k: v.contiguous() for k, v in outputs.items()}, partial)
-        self.log({"final": True, **result})
-        if (board := self._board()) is not None:
-            board.close()
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """A name to write to; the file appears under `path` when all of it is there, and not at all otherwise."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        yield partial
-        os.replace(partial, path)
-    except OSError:
-        raise
-    except Exception as error:  # torch and safetensors wrap what the system said in words of their own
-        full = shutil.disk_usage(path.parent).free < 2**20
-        reason = "no space left on the disk" if full else str(error).splitlines()[0]
-        raise OSError(f"{path} cannot be written: {reason}") from error
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    with whole_file(path) as partial:
-        partial.write_text(text)
-
-
-def read_config(run: Path) -> Config | None:
-    path = run / "config.json"
-    if not path.exists():
-        return None
-    try:
-        return Config(**json.loads(path.read_text()))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-
-
-def read_rows(run: Path) -> list[dict[str, Any]]:
-    path = run / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def read_result(run: Path) -> dict[str, Any] | None:
-    """The final metrics of a finished run."""
-    rows = read_rows(run)
-    return rows[-1] if rows and rows[-1].get("final") and (run / "outputs.safetensors").exists() else None
-
-
-def environment() -> dict[str, Any]:
-    """Where a number came from."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {
-        "gsoftmax": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "gpu": gpu,
-        "threads": torch.get_num_threads(),
-        "command": shlex.join(["gsoftmax", *sys.argv[1:]]),
     }

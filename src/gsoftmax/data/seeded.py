@@ -15,9 +15,12 @@ def mix(*numbers: int) -> int:
     >>> mix(0, 1) != mix(1, 0)
     True
     """
-    h = 0
-    for number in numbers:
-        h = int(_splitmix(np.array([(h ^ int(number)) % 2**64], dtype=np.uint64))[0])
+    h, mask = 0, 2**64 - 1
+    for number in numbers:  # _splitmix in Python's integers, because this is called for every batch
+        z = ((h ^ int(number)) + 0x9E3779B97F4A7C15) & mask
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        h = z ^ (z >> 31)
     return h >> 1
 
 

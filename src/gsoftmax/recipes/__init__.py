@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from ..train import Config
+from ..config import Config
 
 
 @dataclass(frozen=True)

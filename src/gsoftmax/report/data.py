@@ -33,7 +33,8 @@ import numpy as np
 from .. import geometry, significance
 from ..analyze import Analysis, ClassGaussians, Comparison, analyze, class_gaussians
 from ..compare import MULTI, PERCENT, SINGLE, SMALLER_IS_BETTER, folder_name, p_value, summary_of, verdicts
-from ..train import Config, environment, read_config, read_result, read_rows
+from ..config import Config
+from ..runs import environment, read_config, read_result, read_rows
 from .tables import plain, signed
 
 Document = dict[str, Any]

@@ -38,7 +38,7 @@ def write(
     unknown = sorted(set(formats) - set(FORMATS))
     if unknown:
         raise ValueError(f"figures must be of {', '.join(FORMATS)}, got {unknown[0]!r}")
-    from ..train import whole_file
+    from ..runs import whole_file
 
     out.mkdir(parents=True, exist_ok=True)
     metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..compare import SMALLER_IS_BETTER
-from ..train import write_atomically
+from ..runs import write_atomically
 from . import specs, tables
 from .colours import colours
 from .data import Document

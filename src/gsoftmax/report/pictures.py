@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from ..train import write_atomically
+from ..runs import write_atomically
 from . import figures
 from .data import Document, from_runs
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ..train import write_atomically
+from ..runs import write_atomically
 from .page import playground
 
 

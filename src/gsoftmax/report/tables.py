@@ -111,7 +111,7 @@ def write(
     tables: Sequence[Table], out: Path, formats: Sequence[str], *, csv_tables: Sequence[Table] = ()
 ) -> list[Path]:
     """All tables in one file of each format; CSV, with one table a file, in a folder (`csv_tables`, if given)."""
-    from ..train import write_atomically
+    from ..runs import write_atomically
 
     unknown = sorted(set(formats) - set(FORMATS))
     if unknown:
@@ -309,7 +309,7 @@ def paper_tables(runs: str | os.PathLike[str]) -> list[Table]:
     ['Table 1', 'Table 2', 'Table 3', 'Table 4', 'Table 5', 'Table 6']
     """
     from ..recipes import recipes
-    from ..train import read_result
+    from ..runs import read_result
 
     root = Path(runs)
     results = {name: read_result(root / name) for name, r in recipes().items() if r.published}

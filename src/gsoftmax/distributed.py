@@ -1,0 +1,224 @@
+"""Several processes, one run: who we are, what all of us agree on, and rows brought back together.
+
+    torchrun --nproc-per-node 4 -m gsoftmax train RECIPE
+
+starts processes that find each other through the variables torchrun sets.  Every process sees its share of every
+batch; the first one (rank 0) writes the run folder.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among those of the run."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """What `gsoftmax.data` calls a shard."""
+        return self.rank, self.size
+
+
+class LostProcess(RuntimeError):
+    """Another process of the run is gone."""
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal asked the run to stop, and its state was saved before it did."""
+
+    def __init__(self, where: str, signal_number: int = signal.SIGINT) -> None:
+        super().__init__(where, signal_number)
+        self.where, self.signal_number = where, signal_number
+
+    def __str__(self) -> str:
+        return self.where
+
+
+def restarted() -> bool:
+    """Whether torchrun has started this process in place of one that failed: then the run goes on."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+@contextmanager
+def joined(device: torch.device) -> Iterator[World]:
+    """The processes of the run; forms their group where torchrun started several and nobody has formed it yet."""
+    if dist.is_available() and dist.is_initialized():
+        yield World(dist.get_rank(), dist.get_world_size())
+        return
+    size = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+    if size == 1 or not dist.is_available():
+        yield World()
+        return
+    # gloo beside NCCL: flags and descriptions stay on the CPU
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield World(dist.get_rank(), dist.get_world_size())
+    except RuntimeError as error:
+        if _is_loss(error):
+            raise LostProcess(f"another process of the run is gone ({str(error).splitlines()[0]})") from error
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def _is_loss(error: RuntimeError) -> bool:
+    words = ("connection closed by peer", "connection reset", "broken pipe", "timed out", "socket timeout", "nccl")
+    return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in words)
+
+
+def local_device(device: torch.device) -> torch.device:
+    """One GPU for each process of a machine."""
+    if device.type == "cuda" and device.index is None and "LOCAL_RANK" in os.environ:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    return device
+
+
+def by_the_first(world: World, work: Callable[[], T]) -> T:
+    """What rank 0 makes of `work`, on every process; a mistake it meets is everybody's."""
+    if world.size == 1:
+        return work()
+    box: list[Any] = [None, None]
+    if world.first:
+        try:
+            box = [work(), None]
+        except (ValueError, OSError, RuntimeError) as error:
+            box = [None, error]
+    dist.broadcast_object_list(box, src=0)
+    if box[1] is not None:
+        raise box[1]
+    return box[0]
+
+
+def one_after_the_other(world: World, work: Callable[[], T]) -> T:
+    """Rank 0 first, the others when it is done: what it unpacks or caches on the way is there for them."""
+    found: list[T] = []
+    by_the_first(world, lambda: found.append(work()))
+    return found[0] if found else work()
+
+
+@torch.no_grad()
+def share_buffers(module: nn.Module, world: World) -> None:
+    """Rank 0's buffers for everybody: the statistics of batch norms are each process's own until then."""
+    if world.size > 1:
+        for buffer in module.buffers():
+            if not hasattr(buffer, "placements"):  # a DTensor is nobody's copy
+                dist.broadcast(buffer, src=0)
+
+
+def mean_gradients(parameters: Iterator[nn.Parameter], world: World) -> None:
+    """Averages gradients over the processes, for parameters that neither DDP nor FSDP looks after."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if world.size == 1 or not gradients:
+        return
+    flat = torch.cat([g.reshape(-1) for g in gradients])
+    dist.all_reduce(flat)
+    flat /= world.size
+    for g, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        g.copy_(part.view_as(g))
+
+
+def total(values: Tensor, world: World) -> Tensor:
+    """Sum over the processes."""
+    if world.size > 1:
+        dist.all_reduce(values)
+    return values
+
+
+def gather_rows(rows: Tensor, positions: list[Tensor], world: World) -> Tensor:
+    """Rank 0 gets everybody's rows where they belong; the others get back their own.
+
+    rows: (n_r, ...) of this process; positions: for every rank the places of its rows in the whole
+    """
+    if world.size == 1:
+        return rows
+    longest = max(map(len, positions))
+    padded = rows.new_zeros((longest, *rows.shape[1:]))
+    padded[: len(rows)] = rows
+    parts = [torch.empty_like(padded) for _ in positions] if world.first else None
+    dist.gather(padded, parts, dst=0)
+    if parts is None:
+        return rows
+    whole = rows.new_empty((sum(map(len, positions)), *rows.shape[1:]))
+    for at, part in zip(positions, parts, strict=True):
+        whole[at.to(rows.device)] = part[: len(at)]
+    return whole
+
+
+class Watch:
+    """Signals and the clock, seen by all processes after the same batch.
+
+    The first SIGINT or SIGTERM asks for a checkpoint and the end, a second one stops at once.  Every `minutes` rank 0
+    asks for a checkpoint.  Processes learn of each other's wishes one batch later, so that nobody waits for the answer.
+    """
+
+    GO_ON, SAVE, STOP = 0, 1, 2
+
+    def __init__(self, world: World, minutes: float) -> None:
+        self.world, self.minutes = world, minutes
+        self.signal_number = 0
+        self._last = time.monotonic()
+        self._flag = torch.zeros((), dtype=torch.int64)
+        self._asked: Any = None
+        # a group of its own: its order of messages does not depend on when gradients are ready
+        self._group = dist.new_group(backend="gloo") if world.size > 1 else None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Watch:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None and self._asked is not None:
+            self._asked.wait()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: object) -> None:
+        if self.signal_number:
+            raise KeyboardInterrupt
+        self.signal_number = number
+
+    def saved(self) -> None:
+        self._last = time.monotonic()
+
+    def look(self) -> int:
+        """What all processes do now."""
+        mine = self.GO_ON
+        if self.signal_number:
+            mine = self.STOP
+        elif self.minutes and self.world.first and time.monotonic() - self._last > 60 * self.minutes:
+            mine = self.SAVE
+        if self._group is None:
+            return mine
+        answer = self.GO_ON
+        if self._asked is not None:
+            self._asked.wait()
+            answer = int(self._flag)
+        self._flag.fill_(mine)
+        self._asked = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return answer

@@ -1,0 +1,263 @@
+"""The folder of a run: it describes itself, its files appear whole or not at all, and it belongs to one run at a time.
+
+    config.json  environment.json  metrics.jsonl  outputs.safetensors  checkpoint/epoch-000003-batch-00000000-HASH.pt
+
+A checkpoint's name carries the first half of its SHA-256.  The newest two are kept: one that was damaged is passed
+over, with a warning, for the one before it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import platform
+import shlex
+import shutil
+import socket
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._version import __version__
+from .config import Config
+
+KEPT = 2  # checkpoints
+
+
+class RunFolder:
+    """What a run leaves behind.  A context manager: the folder is locked from the beginning to the end.
+
+    described: what environment.json says beside the machine
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], config: Config, described: Mapping[str, Any], resume: bool
+    ) -> None:
+        self.path = Path(path)
+        self.checkpoints = self.path / "checkpoint"
+        self.resume = resume
+        _refuse_file(self.path)
+        self._lock = locked(self.path)
+        self._lock.__enter__()
+        try:
+            self._claim(config, described)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.__exit__(None, None, None)
+
+    def _claim(self, config: Config, described: Mapping[str, Any]) -> None:
+        wanted = json.loads(json.dumps(config.identity()))
+        if (found := read_config(self.path)) is not None:
+            if not self.resume:
+                raise ValueError(f"{self.path} already holds a run; --resume goes on with it")
+            differing = sorted(k for k in wanted if found.identity().get(k) != wanted[k])
+            if differing:
+                raise ValueError(f"{self.path} holds a run with another {', '.join(differing)}")
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        for left in [*self.path.glob("*.partial"), *self.checkpoints.glob("*.partial")]:
+            left.unlink()  # of a process that was killed while it wrote
+        write_atomically(self.path / "environment.json", json.dumps(environment() | dict(described), indent=2))
+        write_atomically(self.path / "config.json", json.dumps(dataclasses.asdict(config), indent=2))
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint that is there, damaged or not."""
+        return max(self.checkpoints.glob("epoch-*.pt"), default=None)
+
+    def checkpoint(self) -> dict[str, Any] | None:
+        """The state to go on from, None for the beginning; rows that were logged after it are taken back."""
+        state = self._state() if self.resume else None
+        done = 0 if state is None else state["epoch"]
+        rows = [row for row in read_rows(self.path) if "final" not in row and row["epoch"] <= done]
+        write_atomically(self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        return state
+
+    def _state(self) -> dict[str, Any] | None:
+        for path in sorted(self.checkpoints.glob("epoch-*.pt"), reverse=True):
+            reason = "its content does not match its name"
+            if path.stem.rpartition("-")[2] == checksum(path):
+                try:
+                    return torch.load(path, map_location="cpu", weights_only=True)
+                except Exception as error:  # whatever a foreign file makes of the reader
+                    reason = str(error).splitlines()[0]
+            warnings.warn(f"checkpoint {path} was passed over: {reason}", stacklevel=2)
+        return None
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        name = f"epoch-{state['epoch']:06}-batch-{state['batch']:08}.pt"
+        with whole_file(self.checkpoints / name, checked=True) as partial:
+            torch.save(dict(state), partial)
+        for old in sorted(self.checkpoints.glob("epoch-*.pt"))[:-KEPT]:
+            old.unlink(missing_ok=True)
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        with open(self.path / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(row) + "\n")
+        board = self._board()
+        if board is not None:
+            for key, value in row.items():
+                if isinstance(value, (int, float)) and key not in ("epoch", "final"):
+                    board.add_scalar(key, value, row.get("epoch", row.get("epochs")))
+
+    @functools.cache  # noqa: B019 - one writer a folder, as long as the folder object lives
+    def _board(self) -> Any:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            return None
+        return SummaryWriter(str(self.path / "tensorboard"))
+
+    def finish(self, result: Mapping[str, Any], outputs: Mapping[str, Tensor]) -> None:
+        from safetensors.torch import save_file
+
+        with whole_file(self.path / "outputs.safetensors") as partial:
+            save_file({k: v.contiguous() for k, v in outputs.items()}, partial)
+        self.log({"final": True, **result})
+        if (board := self._board()) is not None:
+            board.close()
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """One process at a time works in a folder; a second one is refused.  The lock dies with its process.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, locked(Path(folder)), locked(Path(folder)):
+    ...     pass
+    Traceback (most recent call last):
+    BlockingIOError: ... is in use by process ...
+    """
+    try:
+        import fcntl
+    except ImportError:  # no such locks on this system
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / ".lock"
+    while True:
+        file = open(path, "a+")  # noqa: SIM115 - open as long as the lock is held
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            file.close()
+            raise BlockingIOError(f"{folder} is in use by {holder}") from None
+        # The one before may have removed the file between our opening it and our locking it.
+        if path.exists() and os.fstat(file.fileno()).st_ino == path.stat().st_ino:
+            break
+        file.close()
+    try:
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        file.close()
+
+
+@contextmanager
+def whole_file(path: Path, checked: bool = False) -> Iterator[Path]:
+    """A name to write to; the file appears under `path` when all of it is there, and not at all otherwise.
+
+    checked: the name gains the content's checksum
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        yield partial
+        with open(partial, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, path.with_name(f"{path.stem}-{checksum(partial)}{path.suffix}") if checked else path)
+    except OSError:
+        raise
+    except Exception as error:  # torch and safetensors wrap what the system said in words of their own
+        full = shutil.disk_usage(path.parent).free < 2**20
+        reason = "no space left on the disk" if full else str(error).splitlines()[0]
+        raise OSError(f"{path} cannot be written: {reason}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    with whole_file(path) as partial:
+        partial.write_text(text)
+
+
+def checksum(path: Path) -> str:
+    """Half of a file's SHA-256: 128 bits."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()[:32]
+
+
+def _refuse_file(path: Path) -> None:
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{path} must be a folder, and is a file")
+
+
+def read_config(run: Path) -> Config | None:
+    path = run / "config.json"
+    if not path.exists():
+        return None
+    try:
+        return Config(**json.loads(path.read_bytes()))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+
+
+def read_rows(run: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl; a last one that was cut off does not count."""
+    path = run / "metrics.jsonl"
+    if not path.exists():
+        return []
+    rows = []
+    # what follows the last line's end is nothing, or was cut off
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path} cannot be read, line {number}: {error}") from None
+        if not isinstance(row, dict) or not ("final" in row or type(row.get("epoch")) is int):
+            raise ValueError(f"{path} cannot be read, line {number}: neither an epoch's row nor the final one")
+        rows.append(row)
+    return rows
+
+
+def read_result(run: Path) -> dict[str, Any] | None:
+    """The final metrics of a finished run."""
+    rows = read_rows(run)
+    return rows[-1] if rows and rows[-1].get("final") and (run / "outputs.safetensors").exists() else None
+
+
+def environment() -> dict[str, Any]:
+    """Where a number came from."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "gsoftmax": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "gpu": gpu,
+        "threads": torch.get_num_threads(),
+        "command": shlex.join(["gsoftmax", *sys.argv[1:]]),
+    }
