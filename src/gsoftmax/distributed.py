@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -124,11 +124,11 @@ def share_buffers(module: nn.Module, world: World) -> None:
     """Rank 0's buffers for everybody: the statistics of batch norms are each process's own until then."""
     if world.size > 1:
         for buffer in module.buffers():
-            if not hasattr(buffer, "placements"):  # a DTensor is nobody's copy
+            if not is_sharded(buffer):
                 dist.broadcast(buffer, src=0)
 
 
-def mean_gradients(parameters: Iterator[nn.Parameter], world: World) -> None:
+def mean_gradients(parameters: Iterable[nn.Parameter], world: World) -> None:
     """Averages gradients over the processes, for parameters that neither DDP nor FSDP looks after."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     if world.size == 1 or not gradients:
@@ -138,6 +138,21 @@ def mean_gradients(parameters: Iterator[nn.Parameter], world: World) -> None:
     flat /= world.size
     for g, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
         g.copy_(part.view_as(g))
+
+
+def is_sharded(tensor: Tensor | None) -> bool:
+    """Whether this process holds a piece of it only (a DTensor of FSDP or of a head sharded by class)."""
+    return hasattr(tensor, "placements")
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> None:
+    """`nn.utils.clip_grad_norm_`, also where some of the parameters are sharded and some are not."""
+    found = [p for p in parameters if p.grad is not None]
+    kinds = [k for k in ([p for p in found if is_sharded(p) is sharded] for sharded in (False, True)) if k]
+    norms = [nn.utils.get_total_norm([p.grad for p in kind if p.grad is not None]) for kind in kinds]
+    norm = torch.stack([n.full_tensor() if is_sharded(n) else n for n in norms]).norm() if len(norms) > 1 else norms[0]
+    for kind in kinds:
+        nn.utils.clip_grads_with_norm_(kind, limit, norm)
 
 
 def total(values: Tensor, world: World) -> Tensor:

@@ -188,14 +188,13 @@ def build_optimizer(config: Config, network: Network) -> torch.optim.Optimizer:
     small = {id(p) for p in network.backbone.parameters() if p.ndim <= 1} if config.bias_lr != 1 else set()
     groups = []
     for group in param_groups(network, lr=config.lr, weight_decay=config.weight_decay):
-        rest = [p for p in group["params"] if id(p) not in small]
-        biases = [p for p in group["params"] if id(p) in small]
-        groups.append({**group, "params": rest})
-        if biases:
-            mult = config.bias_lr
-            groups.append(
-                {"params": biases, "lr": group["lr"] * mult, "weight_decay": group["weight_decay"] / max(mult, 1e-12)}
-            )
+        kinds: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+        for p in group["params"]:  # sharded parameters apart: no operation takes both kinds at once
+            kinds.setdefault((id(p) in small, distributed.is_sharded(p)), []).append(p)
+        for (biases, _), params in sorted(kinds.items()):
+            mult = config.bias_lr if biases else 1.0
+            decay = group["weight_decay"] / max(mult, 1e-12)
+            groups.append({"params": params, "lr": group["lr"] * mult, "weight_decay": decay})
     found = {n.lower(): c for n, c in vars(torch.optim).items() if isinstance(c, type) and n != "Optimizer"}
     cls = found.get(config.optimizer.lower())
     if cls is None:
@@ -210,7 +209,7 @@ def build_optimizer(config: Config, network: Network) -> torch.optim.Optimizer:
     if options.get("nesterov") and not options.get("momentum"):
         options["nesterov"] = False
     try:
-        return cls([g for g in groups if g["params"]], lr=config.lr, **options)
+        return cls(groups, lr=config.lr, **options)
     except (TypeError, ValueError) as error:
         raise ValueError(f"optimizer {config.optimizer!r}: {error}") from None
 
@@ -296,7 +295,7 @@ def _train(
                 parts.mean_gradients(world)
             if config.clip is not None:
                 parts.scaler.unscale_(parts.optimizer)
-                nn.utils.clip_grad_norm_(parts.network.parameters(), config.clip)
+                distributed.clip_gradients(parts.network.parameters(), config.clip)
             parts.scaler.step(parts.optimizer)
             parts.scaler.update()
             parts.optimizer.zero_grad(set_to_none=True)
@@ -368,7 +367,7 @@ class Parts:
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def mean_gradients(self, world: World) -> None:
-        distributed.mean_gradients(iter(self.alone), world)
+        distributed.mean_gradients(self.alone, world)
 
     def evaluated(self, world: World) -> Network:
         """The network whose numbers count, the same on every process."""
@@ -388,7 +387,7 @@ class Parts:
         state = {
             "network": get_model_state_dict(self.network, options=options),
             "optimizer": get_optimizer_state_dict(self.network, self.optimizer, options=options),
-            "scheduler": self.scheduler.state_dict(),
+            "steps": self.scheduler.last_epoch,  # of the schedule, which is a function of them
             "scaler": self.scaler.state_dict(),
         }
         return state if self.average is None else state | {"average": self.average.state_dict()}
@@ -404,9 +403,13 @@ class Parts:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=world.size > 1)
         set_model_state_dict(self.network, own.get("network", {}), options=options)
         set_optimizer_state_dict(self.network, self.optimizer, own.get("optimizer", {}), options=options)
-        small = ("scheduler", "scaler", "average")
+        small = ("steps", "scaler", "average")
         rest = distributed.by_the_first(world, lambda: {k: own[k] for k in small if k in own})
-        self.scheduler.load_state_dict(rest["scheduler"])
+        # the groups may be others than those that were saved, since sharded parameters have groups of their own
+        at = self.scheduler
+        at.last_epoch = rest["steps"]
+        for group, rate, factor in zip(self.optimizer.param_groups, at.base_lrs, at.lr_lambdas, strict=True):
+            group["lr"] = rate * factor(rest["steps"])
         self.scaler.load_state_dict(rest["scaler"])
         if self.average is not None:
             self.average.load_state_dict(rest["average"])
@@ -421,7 +424,7 @@ def prepare(config: Config, dataset: data_room.Dataset, device: torch.device, wo
             f"got {config.batch_size}"
         )
     network = build(config, dataset).to(device)
-    if config.channels_last:
+    if config.channels_last and not (world.size > 1 and config.parallel == "fsdp"):  # which takes plain strides only
         network = network.to(memory_format=torch.channels_last)
     if hasattr(network.backbone, "init_whiten"):
         sample = next(data_room.eval_batches(dataset, "train", min(5000, len(dataset.train))))[0]
@@ -536,7 +539,7 @@ def _refuse_nonfinite(at: Position, batches: int, network: nn.Module, folder: Ru
             f"the loss became {values[bad[0]].item()} in step {at.epoch * batches + batch:,} "
             f"(epoch {at.epoch + 1}, batch {batch}){kept}"
         )
-    local = (p.to_local() if hasattr(p, "to_local") else p for p in network.parameters())
+    local = (p.to_local() if distributed.is_sharded(p) else p for p in network.parameters())
     finite = torch.stack([p.detach().isfinite().all() for p in local]).all()
     if distributed.total((~finite).double().cpu(), world):
         raise Diverged(f"a weight stopped being a finite number in epoch {at.epoch + 1}{kept}")

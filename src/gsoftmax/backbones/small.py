@@ -78,6 +78,7 @@ class MLP(nn.Module):
         *,
         pool: str | None = None,
         hidden: Sequence[int] = (256, 128),
+        batchnorm: bool = True,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
@@ -89,7 +90,9 @@ class MLP(nn.Module):
         layers: list[nn.Module] = [nn.Flatten()]
         inputs = math.prod(input_shape)
         for width in hidden:
-            layers += [nn.Linear(inputs, width, bias=False), nn.BatchNorm1d(width), nn.ReLU(inplace=True)]
+            layers += [nn.Linear(inputs, width, bias=not batchnorm)]
+            layers += [nn.BatchNorm1d(width)] if batchnorm else []
+            layers += [nn.ReLU(inplace=True)]
             layers += [nn.Dropout(dropout)] if dropout > 0 else []
             inputs = width
         self.layers = nn.Sequential(*layers)

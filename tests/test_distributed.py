@@ -1,0 +1,131 @@
+"""Runs on several processes: the numbers of one process, one writer, everything synchronised."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gsoftmax import distributed, runs, train
+from gsoftmax.config import Config
+from gsoftmax.distributed import World
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+ENVIRONMENT = dict(os.environ, OMP_NUM_THREADS="1")
+# Without batch norm, whose statistics are each process's own, the number of processes must not matter.  Batches of 50
+# on 3 processes are shares of 17, 17 and 16.
+OPTIONS = ["data=digits", "backbone=mlp", "epochs=2", "batch_size=50", "device=cpu", "threads=1", "lr=0.02"]
+OPTIONS += ["backbone_options.batchnorm=false"]
+OPTIONS += ["evaluate_every=1", "accumulate=2", "clip=1.0"]
+
+
+def launch(processes: int, *argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [*TORCHRUN, str(processes), "-m", "gsoftmax", *argv]
+    return subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True)
+
+
+def single(tmp_path: Path, changes: list[str]) -> dict:
+    from gsoftmax.cli import _changes
+
+    return train.train(Config().override(_changes([*OPTIONS, *changes])), tmp_path / "one")
+
+
+CASES = {
+    "tracked": ["head=gsoftmax", "head_options.gaussians=tracked", "head_options.lam=2", "init=data"],
+    "learned-fsdp": ["head=gsoftmax", "parallel=fsdp", "optimizer=adamw", "optimizer_options.eps=0.001"],
+}
+
+
+@pytest.mark.parametrize("case, processes", [("tracked", 3), ("learned-fsdp", 2)])
+def test_as_one_process(case, processes, tmp_path):
+    changes = CASES[case]
+    done = launch(processes, "train", "digits", *OPTIONS, *changes, "--out", "many", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("error ") == 1  # one of them speaks
+    one = single(tmp_path, changes)
+    many = runs.read_result(tmp_path / "many")
+    a, b = (load_file(tmp_path / name / "outputs.safetensors") for name in ("one", "many"))
+    assert torch.equal(a["y"], b["y"]) and set(a) == set(b)
+    for name in ("x", "p", "mu", "sigma", "train_mean"):
+        scale = a[name].abs().max()
+        assert (a[name].double() - b[name].double()).abs().max() < 2e-4 * scale, name
+    for key in ("nll", "compactness", "separability", "train_ratio"):
+        assert many[key] == pytest.approx(one[key], rel=1e-3), key
+    rows = [runs.read_rows(tmp_path / name) for name in ("one", "many")]
+    for x, y in zip(*rows, strict=True):
+        assert x.get("loss", 0) == pytest.approx(y.get("loss", 0), rel=1e-4) and x.get("error") == y.get("error")
+    assert json.loads((tmp_path / "many" / "environment.json").read_text())["processes"] == processes
+    # one writer, and what several wrote is what one reads
+    assert len(list((tmp_path / "many" / "checkpoint").iterdir())) == 2
+    state = torch.load(max((tmp_path / "many" / "checkpoint").iterdir()), weights_only=True)
+    parts = train.prepare(
+        Config().override(_config(changes)), train.load_data(Config(device="cpu")), torch.device("cpu")
+    )
+    parts.load(state, World())
+    mine = torch.load(max((tmp_path / "one" / "checkpoint").iterdir()), weights_only=True)
+    for name, value in parts.network.state_dict().items():
+        torch.testing.assert_close(value, mine["network"][name], rtol=1e-3, atol=1e-3)
+    assert set(state["optimizer"]["state"]) == set(mine["optimizer"]["state"])
+
+
+def _config(changes):
+    from gsoftmax.cli import _changes
+
+    return _changes([*OPTIONS, *changes])
+
+
+def test_a_checkpoint_of_two_processes_resumes_on_one_and_on_three(tmp_path):
+    """Stopped by torchrun's own signal in the middle, with a mistake in between that every process must hear of."""
+    short = [*OPTIONS, "head=gsoftmax", "epochs=4", "--out", "run"]
+    code = (
+        "import os, signal, sys\nfrom gsoftmax import train\nfrom gsoftmax.cli import main\n"
+        "original = train._train_batches\n"
+        "def counted(*args):\n    for i, batch in enumerate(original(*args)):\n"
+        "        if args[2] == 2 and i == 5 and os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        yield batch\n"
+        "train._train_batches = counted\nsys.exit(main(sys.argv[1:]))\n"
+    )
+    (tmp_path / "stop.py").write_text(code)
+    command = [*TORCHRUN, "2", "stop.py", "train", "digits", *short]
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+    assert "gsoftmax: stopped in epoch 2, after batch" in done.stderr, done.stderr
+    assert "the same command with --resume goes on from there" in done.stderr
+    refused = launch(2, "train", "digits", *short, cwd=tmp_path)  # no --resume
+    assert refused.returncode == 1 and refused.stderr.count("gsoftmax: run already holds a run; --resume") == 1
+    done = launch(3, "train", "digits", *short, "--resume", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    one = single(tmp_path, ["head=gsoftmax", "epochs=4"])
+    many = runs.read_result(tmp_path / "run")
+    assert many["nll"] == pytest.approx(one["nll"], rel=1e-3)
+    rows = [runs.read_rows(tmp_path / name) for name in ("one", "run")]
+    assert [r["loss"] for r in rows[1][:-1]] == pytest.approx([r["loss"] for r in rows[0][:-1]], rel=1e-4)
+
+
+def test_rows_come_back_in_order():
+    positions = [torch.tensor([0, 1, 4]), torch.tensor([2, 3])]
+    rows = torch.arange(10.0).view(5, 2)
+    assert distributed.gather_rows(rows, positions[:1], World()) is rows
+
+
+def test_mistakes(tmp_path, monkeypatch):
+    dataset, cpu = train.load_data(Config(device="cpu")), torch.device("cpu")
+    with pytest.raises(ValueError, match="batch_size must be at least the number of processes, 80, .* got 64"):
+        train.prepare(Config(device="cpu"), dataset, cpu, World(0, 80))
+    with pytest.raises(ValueError, match="ema must be 0 with parallel=fsdp, got 0.9"):
+        train.prepare(Config(device="cpu", ema=0.9, parallel="fsdp"), dataset, cpu, World(0, 2))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    from gsoftmax.cli import main
+
+    assert main(["compare", "digits", "--out", str(tmp_path / "x")]) == 2
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_lost_process_is_one_line():
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc:535] Connection closed by peer [127.0.0.1]:1234\nmore")
+    assert distributed._is_loss(lost) and not distributed._is_loss(RuntimeError("shapes do not match"))
