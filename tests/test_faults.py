@@ -288,37 +288,34 @@ def test_two_processes_killed_at_twenty_random_moments(tmp_path):
         [*TORCHRUN, "-m", "gsoftmax", *TWO, "--out", "whole"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True
     )
     assert done.returncode == 0, done.stderr.decode()
-    generator, folder, kills = random.Random(0), tmp_path / "killed", 0
-    where = []
+    generator, folder, kills, where = random.Random(0), tmp_path / "killed", 0, []
     while kills < 20:
         resume = ["--resume"] if (folder / "config.json").exists() else []
-        command = [*TORCHRUN, "--max-restarts", "20", "-m", "gsoftmax", *TWO, "--out", "killed", *resume]
-        log = open(tmp_path / "log", "ab")  # noqa: SIM115
-        options = {"cwd": tmp_path, "env": ENVIRONMENT, "stdout": log, "stderr": log}
-        process = subprocess.Popen(command, start_new_session=True, **options)
-        everything = False
-        while kills < 20 and not everything:
-            seen = _stamp(folder)
-            if generator.random() < 0.7:  # while it trains; otherwise anywhere from the first import on
-                _wait_for(lambda: process.poll() is not None or _stamp(folder) != seen, 120)  # noqa: B023
-            time.sleep(generator.uniform(0, 0.8))
-            if process.poll() is not None:
-                break  # it ended before its time came; the next one goes on from its last checkpoint
-            everything = generator.random() < 0.5
-            workers = _workers(process.pid)
-            if everything:
-                for pid in (process.pid, *workers):  # the launcher first, or it would start others
+        command = [*TORCHRUN, "--max-restarts", "40", "-m", "gsoftmax", *TWO, "--out", "killed", *resume]
+        with (
+            open(tmp_path / "log", "ab") as log,
+            subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=log, stderr=log) as process,
+        ):
+            try:
+                while kills < 20 and process.poll() is None:
+                    seen = _stamp(folder)
+                    if generator.random() < 0.7:  # while it trains; otherwise anywhere from the first import on
+                        _wait_for(lambda: process.poll() is not None or _stamp(folder) != seen, 400)  # noqa: B023
+                    time.sleep(generator.uniform(0, 0.8))
+                    workers = _workers(process.pid)
+                    if process.poll() is not None or not workers:
+                        continue
+                    if generator.random() < 0.5:
+                        _kill(process.pid)  # the launcher first, or it would start others
+                        for pid in workers:
+                            _kill(pid)
+                    else:
+                        _kill(generator.choice(workers))
+                    kills += 1
+                    where.append(len(runs.read_rows(folder)))
+            finally:
+                for pid in (process.pid, *_workers(process.pid)):
                     _kill(pid)
-            elif workers:
-                _kill(generator.choice(workers))
-            else:
-                continue
-            kills += 1
-            where.append(len(runs.read_rows(folder)))
-        if not everything:
-            process.wait(timeout=300)
-        process.wait()
-        log.close()
     left = [*TORCHRUN, "-m", "gsoftmax", *TWO, "--out", "killed", "--resume"]
     done = subprocess.run(left, cwd=tmp_path, env=ENVIRONMENT, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()

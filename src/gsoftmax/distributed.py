@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 T = TypeVar("T")
+
+# Finding each other is a matter of seconds: where it fails, the sooner torchrun tries again the better.
+CONNECT = timedelta(minutes=1)
+# Afterwards the others may have to wait while rank 0 unpacks an archive or computes the metrics.
+ANSWER = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
@@ -72,19 +78,37 @@ def joined(device: torch.device) -> Iterator[World]:
         yield World()
         return
     # gloo beside NCCL: flags and descriptions stay on the CPU
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
+        dist.init_process_group(backend, timeout=CONNECT)
+        _be_patient(None)
         yield World(dist.get_rank(), dist.get_world_size())
     except RuntimeError as error:
         if _is_loss(error):
             raise LostProcess(f"another process of the run is gone ({str(error).splitlines()[0]})") from error
         raise
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _be_patient(group: Any) -> None:
+    if hasattr(dist, "set_timeout"):
+        dist.set_timeout(ANSWER, group)
+    else:  # an older torch
+        dist.distributed_c10d._set_pg_timeout(ANSWER, group)
 
 
 def _is_loss(error: RuntimeError) -> bool:
-    words = ("connection closed by peer", "connection reset", "broken pipe", "timed out", "socket timeout", "nccl")
+    words = (
+        "connectfullmesh",
+        "connection closed by peer",
+        "connection reset",
+        "broken pipe",
+        "timed out",
+        "socket timeout",
+        "nccl",
+    )
     return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in words)
 
 
@@ -145,11 +169,16 @@ def is_sharded(tensor: Tensor | None) -> bool:
     return hasattr(tensor, "placements")
 
 
+def own_piece(tensor: Any) -> Tensor:
+    """The part of a tensor that this process holds."""
+    return (tensor.to_local() if is_sharded(tensor) else tensor).detach()
+
+
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> None:
     """`nn.utils.clip_grad_norm_`, also where some of the parameters are sharded and some are not."""
     found = [p for p in parameters if p.grad is not None]
     kinds = [k for k in ([p for p in found if is_sharded(p) is sharded] for sharded in (False, True)) if k]
-    norms = [nn.utils.get_total_norm([p.grad for p in kind if p.grad is not None]) for kind in kinds]
+    norms: list[Any] = [nn.utils.get_total_norm([p.grad for p in kind if p.grad is not None]) for kind in kinds]
     norm = torch.stack([n.full_tensor() if is_sharded(n) else n for n in norms]).norm() if len(norms) > 1 else norms[0]
     for kind in kinds:
         nn.utils.clip_grads_with_norm_(kind, limit, norm)
@@ -198,7 +227,10 @@ class Watch:
         self._flag = torch.zeros((), dtype=torch.int64)
         self._asked: Any = None
         # a group of its own: its order of messages does not depend on when gradients are ready
-        self._group = dist.new_group(backend="gloo") if world.size > 1 else None
+        self._group: Any = None
+        if world.size > 1:
+            self._group = dist.new_group(backend="gloo", timeout=CONNECT)
+            _be_patient(self._group)
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Watch:
