@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test test-slow lint bench clean
+.PHONY: setup demo test test-slow lint docs bench evidence-tables clean
 .DEFAULT_GOAL := help
 
 help:
@@ -10,7 +10,9 @@ help:
 	@echo "make test       the test suite"
 	@echo "make test-slow  every recipe's smoke run and other tests that take minutes"
 	@echo "make lint       ruff and mypy"
+	@echo "make docs       the documentation, in docs/_build/html"
 	@echo "make bench      speed on this CPU (GPU: python -m benchmarks.gpu)"
+	@echo "make evidence-tables  docs/evidence.md from the rows in results/evidence"
 
 setup: .venv/installed
 
@@ -32,6 +34,13 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: setup
+	$(BIN)/python -m sphinx -E -W --keep-going -n -q -b html docs docs/_build/html
+	@echo docs/_build/html/index.html
+
+evidence-tables: setup
+	$(BIN)/python -m evidence.tables
 
 bench: setup
 	$(BIN)/python -m benchmarks.cpu

@@ -165,7 +165,8 @@ def attached_loss(
         else:
             model(inputs)
     finally:
-        vars(head).pop("forward", None)
+        if "forward" in head.__dict__:
+            del head.forward
     if len(taken) != 1:
         raise ValueError(
             f"forward of {type(model).__name__} called its head {len(taken)} times where attached_loss needs exactly "

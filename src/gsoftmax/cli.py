@@ -145,7 +145,17 @@ def _parser() -> argparse.ArgumentParser:
     c.add_argument("--out", help="folder of the runs (default: runs/NAME); finished runs in it are kept")
     c.add_argument("--data", metavar="DIR", help="folder of the published datasets")
 
-    c = add("train", _train, "train one recipe or dataset and write a run folder")
+    c = add(
+        "train",
+        _train,
+        "train one recipe or dataset and write a run folder",
+        """\
+        examples:
+          gsoftmax train digits head=gsoftmax head_options.lam=2 --out runs/lam2
+          gsoftmax train wrn-cifar100-gsoftmax --data ~/data amp=bf16 --resume     # starts, or goes on
+          gsoftmax train coco-softmax --smoke                 # does it run at all: two epochs on generated files
+        """,
+    )
     c.add_argument("what", help="a recipe or a dataset")
     c.add_argument("changes", nargs="*", metavar="key=value", help="changes, as head=gsoftmax head_options.lam=0.5")
     c.add_argument("--out", help="run folder (default: runs/NAME)")
@@ -153,10 +163,27 @@ def _parser() -> argparse.ArgumentParser:
     c.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     c.add_argument("--smoke", action="store_true", help="small generated files in the dataset's format, two epochs")
 
-    c = add("evaluate", _evaluate, "compute the metrics of a run again from its saved outputs")
+    c = add(
+        "evaluate",
+        _evaluate,
+        "compute the metrics of a run again from its saved outputs",
+        """\
+        example:
+          gsoftmax evaluate runs/lam2
+        """,
+    )
     c.add_argument("run_folder", metavar="RUN")
 
-    c = add("reproduce", _reproduce, "run a table of the paper and print its numbers beside ours")
+    c = add(
+        "reproduce",
+        _reproduce,
+        "run a table of the paper and print its numbers beside ours",
+        """\
+        examples:
+          gsoftmax reproduce table1 --smoke                   # every row, two epochs on generated files
+          gsoftmax reproduce table3 --row 'coco-gsoftmax(0,1)' --data ~/data
+        """,
+    )
     c.add_argument("table", help="table1, table2, table3 or table4")
     c.add_argument("--row", help="one row only (see gsoftmax recipes)")
     c.add_argument("changes", nargs="*", metavar="key=value")
@@ -179,14 +206,60 @@ def _parser() -> argparse.ArgumentParser:
     c.add_argument("--against", metavar="OTHER", help="another model's outputs on the same images")
     _report_options(c)
 
-    c = add("report", _report, "tables, figures and the page from run folders or the folder of a comparison")
+    c = add(
+        "report",
+        _report,
+        "tables, figures and the page from run folders or the folder of a comparison",
+        """\
+        examples:
+          gsoftmax report runs/digits --figures svg,pdf --class 7
+          gsoftmax report runs/softmax runs/lam2 --out both
+          gsoftmax report --paper runs/reproduce --tables tex
+        """,
+    )
     c.add_argument("runs", nargs="*", metavar="RUN")
     c.add_argument("--paper", metavar="DIR", help="the paper's tables beside the runs of `gsoftmax reproduce` in DIR")
     _report_options(c)
 
-    add("datasets", _datasets, "list datasets: shapes, sources, what the folder must look like")
-    add("recipes", _recipes, "list recipes with the published numbers")
-    add("heads", _heads, "list heads and their options")
+    add(
+        "datasets",
+        _datasets,
+        "list datasets: shapes, sources, what the folder must look like",
+        """\
+        example:
+          gsoftmax datasets                                   # then: gsoftmax compare folder:photos
+        """,
+    )
+    add(
+        "recipes",
+        _recipes,
+        "list recipes with the published numbers",
+        """\
+        example:
+          gsoftmax recipes                                    # then: gsoftmax train NAME --smoke
+        """,
+    )
+    add(
+        "heads",
+        _heads,
+        "list heads and their options",
+        """\
+        example:
+          gsoftmax heads                                      # then: gsoftmax compare --heads 'softmax,gsoftmax(lam=2)'
+        """,
+    )
+    c = add(
+        "completion",
+        _completion,
+        "print a script that completes commands, options and names in a shell",
+        """\
+        examples:
+          gsoftmax completion bash > ~/.local/share/bash-completion/completions/gsoftmax
+          gsoftmax completion zsh > ~/.zfunc/_gsoftmax         # a folder of $fpath, before compinit in ~/.zshrc
+          gsoftmax completion fish > ~/.config/fish/completions/gsoftmax.fish
+        """,
+    )
+    c.add_argument("shell", choices=("bash", "zsh", "fish"))
     return parser
 
 
@@ -213,7 +286,8 @@ def _changes(pairs: Sequence[str]) -> dict[str, Any]:
 
 def _config(what: str, changes: Sequence[str], smoke: bool = False) -> Any:
     """The configuration of a recipe, or the default one for a dataset."""
-    from . import recipes, train
+    from . import recipes
+    from .config import Config
 
     if what in recipes.recipes():
         return recipes.find(what).config(_changes(changes), smoke=smoke)
@@ -228,7 +302,7 @@ def _config(what: str, changes: Sequence[str], smoke: bool = False) -> Any:
         close = difflib.get_close_matches(what, [*recipes.recipes(), *(i.name for i in data.describe())], 3)
         hint = f"; nearest: {', '.join(close)}" if close else ""
         raise ValueError(f"{what!r} is neither a recipe nor a dataset{hint}")
-    return train.Config(data=what).override(_changes(changes))
+    return Config(data=what).override(_changes(changes))
 
 
 def _folder(what: str, out: str | None) -> Path:
@@ -311,7 +385,12 @@ def _run_recipe(
 
 
 def _evaluate(args: argparse.Namespace) -> None:
-    from safetensors.torch import load_file
+    try:
+        from safetensors.torch import load_file
+    except ImportError:
+        raise ValueError(
+            "runs are read with safetensors, which is not installed: pip install 'gsoftmax[train]'"
+        ) from None
 
     from . import geometry, runs, train
 
@@ -396,6 +475,12 @@ def _recipes(args: argparse.Namespace) -> None:
     for name, recipe in recipes.recipes().items():
         numbers = ", ".join(f"{k} {v:g}" for k, v in recipe.published.items())
         print(f"{recipe.table:8}{name:32}{numbers}")
+
+
+def _completion(args: argparse.Namespace) -> None:
+    from .completion import script
+
+    print(script(args.shell), end="")
 
 
 def _heads(args: argparse.Namespace) -> None:

@@ -238,9 +238,9 @@ def tables(summary: dict[str, Any]) -> str:
             lines += ["", h]
             for metric, rows in summary["metrics"].items():
                 d = rows[h]["paired"]
-                span = f"[{_number(d['low'], True)}, {_number(d['high'], True)}]"
+                span = f"[{number(d['low'], True)}, {number(d['high'], True)}]"
                 lines.append(
-                    f"  {NAMES.get(metric, metric):14}{_number(d['difference'], True):>10}  {span:24} {p_value(d['p'])}"
+                    f"  {NAMES.get(metric, metric):14}{number(d['difference'], True):>10}  {span:24} {p_value(d['p'])}"
                 )
     return "\n".join(lines)
 
@@ -258,8 +258,8 @@ def verdicts(summary: dict[str, Any]) -> list[str]:
         else:
             shown = f"{'better' if better else 'worse'}, p {p_value(d['p'])}"
         sentence = (
-            f"{h} against {heads[0]}, {n} seeds: {headline} {_number(d['difference'], True)} points, "
-            f"interval {_number(d['low'], True)} to {_number(d['high'], True)}: {shown}"
+            f"{h} against {heads[0]}, {n} seeds: {headline} {number(d['difference'], True)} points, "
+            f"interval {number(d['low'], True)} to {number(d['high'], True)}: {shown}"
         )
         for metric in ("compactness", "separability", "ratio"):
             rows = summary["metrics"][metric]
@@ -279,7 +279,7 @@ def p_value(p: float) -> str:
     return "< 1e-6" if p < 1e-6 else f"{p:.2g}"
 
 
-def _number(v: float, sign: bool = False) -> str:
+def number(v: float, sign: bool = False) -> str:
     digits = 2 if abs(v) >= 10 else 3 if abs(v) >= 1 else 4
     v = round(v, digits) + 0.0  # no -0.0000
     return f"{v:+.{digits}f}" if sign else f"{v:.{digits}f}"

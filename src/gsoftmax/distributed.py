@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 T = TypeVar("T")
 
@@ -80,7 +82,10 @@ def joined(device: torch.device) -> Iterator[World]:
     # gloo beside NCCL: flags and descriptions stay on the CPU
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
-        dist.init_process_group(backend, timeout=CONNECT)
+        store, rank, size = next(rendezvous("env://", timeout=CONNECT))
+        # torchrun may keep its store when it starts the processes again: addresses of the dead must not be found in it
+        store = PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{size}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=CONNECT)
         _be_patient(None)
         yield World(dist.get_rank(), dist.get_world_size())
     except RuntimeError as error:

@@ -193,7 +193,7 @@ def multilabel_cross_entropy(
     ============= ============================ ============================== ==========================================
     "paired"      -log softmax(z+, z-)[+]      -log softmax(z+, z-)[-]        a two-way softmax; at lam = 0 it is binary
                                                                               cross entropy of x+ - x-
-    "independent" -log s(z+)                   -log s(z-)                     (15)
+    "independent" -log s(z+)                   -log s(z-)                     equation (15)
     "printed"     -log s(z+)                   -log(1 - s(z-))                (16); the sign of x- differs from (15)
     "msml"        -log s(z+)                   -log(1 - s(z+))                (14), one output a label: x_neg is None
     ============= ============================ ============================== ==========================================

@@ -23,6 +23,7 @@ import os
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,9 @@ class Block:
         return self.x[:, 1] if self.x.ndim == 3 else self.x
 
     def finite(self) -> np.ndarray:
-        ok: np.ndarray = np.isfinite(self.x).reshape(len(self.x), -1).all(1)
+        """Rows without nan and infinity, and without numbers whose squares would be infinite."""
+        good = np.abs(self.x) < 1e150 if self.x.dtype == np.float64 else np.isfinite(self.x)
+        ok: np.ndarray = good.reshape(len(self.x), -1).all(1)
         return ok if self.p is None else ok & np.isfinite(self.p).all(1)
 
     def take(self, rows: np.ndarray) -> Block:
@@ -119,6 +122,8 @@ class Outputs:
             if self._shift:
                 y = np.where(y == IGNORE, y, y - self._shift)
             p = part.get("p")
+            if p is not None and p.dtype.kind not in "biuf":
+                raise ValueError(f"p must hold numbers, got {p.dtype}")
             yield Block(_floats(part["x"]), y, p, np.float32 if p is None or p.dtype != np.float64 else np.float64)
 
     def adjusted(self, x: np.ndarray) -> np.ndarray:
@@ -187,7 +192,7 @@ def open_outputs(
         names_given=given is not None,
         mu=_gaussian(source, "mu", classes),
         sigma=_gaussian(source, "sigma", classes),
-        lam=float(source.whole("lam").reshape(-1)[0]) if source.shapes.get("lam") in ((), (1,)) else None,
+        lam=_lam(source),
         notes=notes,
         _source=source,
         _has_p="p" in source.shapes,
@@ -248,13 +253,15 @@ def _labels(y: np.ndarray, classes: Sequence[str], multilabel: bool, c: int) -> 
         return y.astype(np.uint8)
     y = y.reshape(-1)
     if y.dtype.kind == "f":
-        fractional = ~np.isfinite(y) | (y != np.floor(y))
+        fractional = ~np.isfinite(y) | (y != np.floor(y)) | (np.abs(y) > 2**53)
         if fractional.any():
             raise ValueError(f"y must hold whole numbers (class indices), got {y[fractional][0]}")
     return y.astype(np.int64)
 
 
 def _floats(x: np.ndarray) -> np.ndarray:
+    if x.dtype.kind not in "biuf":
+        raise ValueError(f"x must hold numbers, got {x.dtype}")
     return x if x.dtype in (np.float32, np.float64) else x.astype(np.float32 if x.dtype == np.float16 else np.float64)
 
 
@@ -265,11 +272,26 @@ def _gaussian(source: Any, key: str, classes: int) -> np.ndarray | None:
     shape = source.shapes[key]
     if shape not in ((classes,), (2, classes)):
         raise ValueError(f"{key} must have the shape ({classes},), or (2, {classes}), got {shape}")
-    value = source.whole(key).astype(np.float64)
+    value = source.whole(key)
+    if value.dtype.kind not in "biuf":
+        raise ValueError(f"{key} must hold numbers, got {value.dtype}")
+    value = value.astype(np.float64)
     value = value[1] if value.ndim == 2 else value
     if not np.isfinite(value).all() or (key == "sigma" and value.min() <= 0):
         raise ValueError(f"{key} must be finite{' and positive' if key == 'sigma' else ''}, got {value.min():g}")
     return value
+
+
+def _lam(source: Any) -> float | None:
+    if "lam" not in source.shapes:
+        return None
+    shape = source.shapes["lam"]
+    if shape not in ((), (1,)):
+        raise ValueError(f"lam must be one number, got the shape {shape}")
+    value = source.whole("lam").reshape(-1)[0]
+    if value.dtype.kind not in "biuf" or not 0 <= value < math.inf:
+        raise ValueError(f"lam must be a number, 0 or more, got {value}")
+    return float(value)
 
 
 class _Npz:
@@ -280,7 +302,7 @@ class _Npz:
         with self._archive() as archive:
             held = {Path(m).stem: m for m in archive.namelist() if m.endswith(".npy")}
             self.members = {key: held[a] for key, a in _found(held).items()}
-            self.shapes = {key: self._open(archive, key)[1] for key in self.members}
+            self.shapes = {key: self._shape(archive, key) for key in self.members}
         self.names = None
         if "names" in held:
             self.members["names"] = held["names"]
@@ -292,8 +314,13 @@ class _Npz:
     def _archive(self) -> zipfile.ZipFile:
         try:
             return zipfile.ZipFile(self.path)
-        except (zipfile.BadZipFile, OSError) as error:
+        except (zipfile.BadZipFile, OSError, NotImplementedError, ValueError) as error:
             raise ValueError(f"{self.path.name} is not an .npz archive: {_first_line(error)}") from None
+
+    def _shape(self, archive: zipfile.ZipFile, key: str) -> tuple[int, ...]:
+        stream, shape, _ = self._open(archive, key)
+        stream.close()
+        return shape
 
     def _open(self, archive: zipfile.ZipFile, key: str) -> tuple[Any, tuple[int, ...], np.dtype]:
         """The stream of a member behind its header, its shape and its type."""
@@ -314,7 +341,7 @@ class _Npz:
             if version not in read:
                 raise ValueError(f"unknown version {version}")
             shape, fortran, dtype = read[version](stream)
-        except (ValueError, zipfile.BadZipFile, zlib.error, EOFError) as error:
+        except Exception as error:  # damaged headers end in almost any exception, tokenize.TokenError among them
             raise ValueError(f"{key} in {self.path.name} cannot be read: {_first_line(error)}") from None
         if dtype.hasobject:
             raise ValueError(
@@ -338,8 +365,12 @@ class _Npz:
         return data
 
     def rows(self, keys: Sequence[str], size: int) -> Iterator[dict[str, np.ndarray]]:
-        with self._archive() as archive:
-            opened = {key: self._open(archive, key) for key in keys}
+        with ExitStack() as stack:  # an archive stays open as long as one of its streams does
+            archive = stack.enter_context(self._archive())
+            opened = {}
+            for key in keys:
+                opened[key] = self._open(archive, key)
+                stack.callback(opened[key][0].close)
             n = opened[keys[0]][1][0]
             for start in range(0, n, size):
                 part = {}
@@ -352,9 +383,11 @@ class _Npz:
     def whole(self, key: str) -> np.ndarray:
         with self._archive() as archive:
             stream, shape, dtype = self._open(archive, key)
-            if math.prod(shape) * dtype.itemsize > 2**28:
-                raise ValueError(f"{key} in {self.path.name} is too large: {shape}")
-            return np.frombuffer(self._read(stream, key, math.prod(shape) * dtype.itemsize), dtype).reshape(shape)
+            with closing(stream):
+                if math.prod(shape) * dtype.itemsize > 2**28:
+                    raise ValueError(f"{key} in {self.path.name} is too large: {shape}")
+                raw = self._read(stream, key, math.prod(shape) * dtype.itemsize)
+            return np.frombuffer(raw, dtype).reshape(shape)
 
 
 class _Safetensors:
@@ -363,7 +396,7 @@ class _Safetensors:
             from safetensors import SafetensorError, safe_open
         except ImportError:
             raise ValueError(
-                "reading .safetensors needs safetensors, which is not installed: pip install 'gsoftmax[train]'"
+                "reading .safetensors needs safetensors, which is not installed: pip install 'gsoftmax[report]'"
             ) from None
         try:
             self.file = safe_open(path, "pt")
@@ -476,7 +509,7 @@ class _Csv:
             pass
         # a name in the column y, or something wrong: cell by cell, to say where
         table = np.empty((len(lines), self.width))
-        for i, cells in enumerate(csv.reader(lines, delimiter=self.delimiter)):
+        for i, cells in enumerate(self._cells(lines, line)):
             if len(cells) != self.width:
                 raise ValueError(f"row {line + i} of {self.path.name} must have {self.width} cells, got {len(cells)}")
             for k, cell in enumerate(cells):
@@ -492,6 +525,12 @@ class _Csv:
                         f"row {line + i} of {self.path.name}, column {self.header[k]!r}, must be {what}, got {cell!r}"
                     ) from None
         return table
+
+    def _cells(self, lines: list[str], line: int) -> Iterator[list[str]]:
+        try:
+            yield from csv.reader(lines, delimiter=self.delimiter)
+        except csv.Error as error:
+            raise ValueError(f"a row of {self.path.name} after row {line} cannot be read: {error}") from None
 
     def whole(self, key: str) -> np.ndarray:
         raise KeyError(key)

@@ -9,7 +9,6 @@ over, with a warning, for the one before it.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import os
@@ -45,6 +44,7 @@ class RunFolder:
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoint"
         self.resume = resume
+        self._board: Any = None  # a TensorBoard writer, where there is TensorBoard
         _refuse_file(self.path)
         self._lock = locked(self.path)
         self._lock.__enter__()
@@ -58,6 +58,8 @@ class RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._board is not None:
+            self._board.close()
         self._lock.__exit__(None, None, None)
 
     def _claim(self, config: Config, described: Mapping[str, Any]) -> None:
@@ -84,6 +86,7 @@ class RunFolder:
         done = 0 if state is None else state["epoch"]
         rows = [row for row in read_rows(self.path) if "final" not in row and row["epoch"] <= done]
         write_atomically(self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        self._board = _tensorboard(self.path / "tensorboard", None if state is None else done + 1)
         return state
 
     def _state(self) -> dict[str, Any] | None:
@@ -107,19 +110,10 @@ class RunFolder:
     def log(self, row: Mapping[str, Any]) -> None:
         with open(self.path / "metrics.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
-        board = self._board()
-        if board is not None:
+        if self._board is not None:
             for key, value in row.items():
                 if isinstance(value, (int, float)) and key not in ("epoch", "final"):
-                    board.add_scalar(key, value, row.get("epoch", row.get("epochs")))
-
-    @functools.cache  # noqa: B019 - one writer a folder, as long as the folder object lives
-    def _board(self) -> Any:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            return None
-        return SummaryWriter(str(self.path / "tensorboard"))
+                    self._board.add_scalar(key, value, row.get("epoch", row.get("epochs")))
 
     def finish(self, result: Mapping[str, Any], outputs: Mapping[str, Tensor]) -> None:
         from safetensors.torch import save_file
@@ -127,8 +121,15 @@ class RunFolder:
         with whole_file(self.path / "outputs.safetensors") as partial:
             save_file({k: v.contiguous() for k, v in outputs.items()}, partial)
         self.log({"final": True, **result})
-        if (board := self._board()) is not None:
-            board.close()
+
+
+def _tensorboard(folder: Path, purge: int | None) -> Any:
+    """A writer whose rows from step `purge` on take the place of older ones; None where TensorBoard is missing."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(folder), purge_step=purge)
 
 
 @contextmanager

@@ -24,6 +24,8 @@ def linspace(a: float, b: float, epochs: int) -> Schedule:
     [1.0, 0.5, 0.0, 0.0]
     """
     _check_epochs(epochs)
+    if not (math.isfinite(a) and math.isfinite(b)):
+        raise ValueError(f"a and b must be finite, got {a!r} and {b!r}")
     return functools.partial(_linspace, float(a), float(b), epochs)
 
 
@@ -34,7 +36,7 @@ def logspace(a: float, b: float, epochs: int) -> Schedule:
     [1.0, 0.1, 0.01, 0.01]
     """
     _check_epochs(epochs)
-    if not (a > 0 and b > 0):
+    if not (0 < a < math.inf and 0 < b < math.inf):
         raise ValueError(f"a and b must be positive for logspace, got {a!r} and {b!r}")
     return functools.partial(_logspace, math.log(a), math.log(b), epochs)
 
@@ -46,7 +48,7 @@ def staircase(steps: Mapping[int, float]) -> Schedule:
     [1.0, 0.1]
     """
     for epoch, factor in steps.items():
-        if not isinstance(epoch, int) or epoch < 1 or not factor > 0:
+        if not isinstance(epoch, int) or epoch < 1 or not 0 < factor < math.inf:
             raise ValueError(f"steps must map epochs from 1 on to positive factors, got {epoch!r}: {factor!r}")
     return functools.partial(_staircase, tuple(sorted((e, float(f)) for e, f in steps.items())))
 
@@ -65,10 +67,15 @@ def malleable(pieces: Sequence[tuple[int, float, float]], base: float = math.e, 
     """
     pieces = [(end, float(a), float(b)) for end, a, b in pieces]
     ends = [end for end, _, _ in pieces]
+    if not all(isinstance(end, int) for end in ends):
+        raise ValueError(f"pieces must end at whole epochs, got {ends}")
     if not ends or ends[0] < 1 or any(later <= end for end, later in zip(ends, ends[1:], strict=False)):
         raise ValueError(f"pieces must end at growing epochs from 1 on, got {ends}")
-    if not base > 0:
+    if not 0 < base < math.inf:
         raise ValueError(f"base must be positive, got {base!r}")
+    for _, a, b in pieces:
+        if not (abs(a) + abs(b)) * abs(math.log(base)) < 700:  # beyond, a factor is no float64
+            raise ValueError(f"pieces must hold exponents that give finite factors, got {a!r} and {b!r}")
     if literal and any(not (a > 0 and b > 0) for _, a, b in pieces):
         raise ValueError("pieces must hold positive factors with literal=True, because their logarithms are taken")
     return functools.partial(_malleable, tuple(pieces), float(base), literal)

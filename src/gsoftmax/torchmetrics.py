@@ -1,4 +1,4 @@
-"""The metrics and class statistics as `torchmetrics.Metric`s: fed per batch, synchronised across processes.
+"""The metrics and class statistics as `torchmetrics.Metric` objects: fed per batch, synchronised across processes.
 
 Thin: each holds state and calls the plain function or class it is named after, where the definitions are. Needs the
 torchmetrics package; nothing else in this library does.

@@ -11,10 +11,11 @@ import copy
 import dataclasses
 import difflib
 import functools
-import importlib
+import importlib.util
 import inspect
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -77,10 +78,14 @@ def find_head(name: str) -> type[nn.Module]:
         close = difflib.get_close_matches(name, HEADS, 1)
         hint = f", did you mean {close[0]!r}" if close else ""
         raise ValueError(f"unknown head {name!r}{hint}; heads are {', '.join(HEADS)} or package.module:ClassName")
+    here = os.getcwd()
+    sys.path.append(here)  # last, as `python -m gsoftmax` would have it first: a module of one's own is found here
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"head {name!r} cannot be imported: {error}") from None
+    finally:
+        sys.path.remove(here)
     missing = [m for m in ("features", "loss", "predict_proba") if not callable(getattr(found, m, None))]
     if not isinstance(found, type) or missing:
         lacks = f"lacks {', '.join(missing)}" if missing else "is not a class"
@@ -229,6 +234,8 @@ def train(
 
     Under torchrun the processes share every batch.  SIGINT and SIGTERM save the state and raise `Stopped`.
     """
+    if out is not None and importlib.util.find_spec("safetensors") is None:  # needed at the end, said at the start
+        raise ValueError("a run folder needs safetensors, which is not installed: pip install 'gsoftmax[train]'")
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.backends.cudnn.benchmark = True  # every batch has the same shape
@@ -539,8 +546,7 @@ def _refuse_nonfinite(at: Position, batches: int, network: nn.Module, folder: Ru
             f"the loss became {values[bad[0]].item()} in step {at.epoch * batches + batch:,} "
             f"(epoch {at.epoch + 1}, batch {batch}){kept}"
         )
-    local = (p.to_local() if distributed.is_sharded(p) else p for p in network.parameters())
-    finite = torch.stack([p.detach().isfinite().all() for p in local]).all()
+    finite = torch.stack([distributed.own_piece(p).isfinite().all() for p in network.parameters()]).all()
     if distributed.total((~finite).double().cpu(), world):
         raise Diverged(f"a weight stopped being a finite number in epoch {at.epoch + 1}{kept}")
     return float(values.mean())
@@ -594,8 +600,14 @@ def collect(
     network.eval()
     head = copy.deepcopy(network.head).double()
     device = next(network.parameters()).device
-    options = {"channels_last": config.channels_last, "workers": config.workers}
-    batches = data_room.eval_batches(dataset, part, _evaluated_at_once(dataset, config), shard=world.share, **options)
+    batches = data_room.eval_batches(
+        dataset,
+        part,
+        _evaluated_at_once(dataset, config),
+        shard=world.share,
+        channels_last=config.channels_last,
+        workers=config.workers,
+    )
     for inputs, y in batches:
         with _autocast(config, device)():
             h = network.h(inputs)

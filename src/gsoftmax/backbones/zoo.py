@@ -63,7 +63,9 @@ def torchvision_backbone(
     try:
         import torchvision.models as zoo
     except ImportError:
-        raise ValueError(f"backbone {name!r} needs torchvision, which is not installed") from None
+        raise ValueError(
+            f"backbone {name!r} needs torchvision, which is not installed: pip install 'gsoftmax[train]'"
+        ) from None
     names = torchvision_names()
     if name not in names:
         raise ValueError(f"torchvision has no network {name!r}; nearest: {nearest(name, names)}")
@@ -136,7 +138,9 @@ def timm_backbone(
     try:
         import timm
     except ImportError:
-        raise ValueError(f"backbone 'timm:{name}' needs timm, which is not installed") from None
+        raise ValueError(
+            f"backbone 'timm:{name}' needs timm, which is not installed: pip install 'gsoftmax[train]'"
+        ) from None
     if not timm.is_model(name):
         raise ValueError(f"timm has no network {name!r}; nearest: {nearest(name, timm.list_models())}")
     if isinstance(pretrained, str):
@@ -191,7 +195,9 @@ def read_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
         else:
             state = torch.load(path, map_location="cpu", weights_only=True)
     except ImportError:
-        raise ValueError(f"weights: reading {path} needs the package safetensors, which is not installed") from None
+        raise ValueError(
+            f"weights: reading {path} needs safetensors, which is not installed: pip install 'gsoftmax[train]'"
+        ) from None
     except Exception as error:  # unpickling a damaged file can raise almost anything
         raise ValueError(f"weights: {path} can't be read as a file of tensors ({first_line(error)})") from error
     for part in ("state_dict", "model", "backbone"):

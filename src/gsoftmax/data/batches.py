@@ -219,7 +219,7 @@ def _read_files(
     try:
         import torchvision  # noqa: F401
     except ImportError:
-        raise DataError("image files need torchvision, which is not installed: pip install torchvision") from None
+        raise DataError("image files need torchvision, which is not installed: pip install 'gsoftmax[train]'") from None
     if workers is None:
         workers = min(8, cores())
     with warnings.catch_warnings():  # about more workers than cores, and about forking a process with threads

@@ -43,7 +43,7 @@ def _digits() -> tuple[np.ndarray, np.ndarray]:
     """Grey levels 0 to 16, (1797, 64), and digits, (1797,)."""
     found = importlib.util.find_spec("sklearn")
     if found is None or not found.origin:
-        raise DataError("digits comes with scikit-learn, which is not installed: pip install scikit-learn")
+        raise DataError("digits comes with scikit-learn, which is not installed: pip install 'gsoftmax[train]'")
     # the table itself, where it is: importing scikit-learn would take a hundred times as long
     table = Path(os.path.dirname(found.origin), "datasets", "data", "digits.csv.gz")
     if table.is_file():

@@ -150,6 +150,8 @@ def load_tiny_imagenet(
             )
         test_files.append(str(base / "val" / "images" / _plain(words[0], base / "val" / "val_annotations.txt")))
         test_names.append(words[1])
+    if not test_files:
+        raise DataError(f"{base / 'val' / 'val_annotations.txt'} lists no image")
     empty = [w for w, files in train.items() if not files]
     if empty:
         raise DataError(

@@ -37,7 +37,7 @@ def _pillow() -> Any:
     try:
         from PIL import Image
     except ImportError:
-        raise DataError("reading images needs Pillow, which is not installed: pip install pillow") from None
+        raise DataError("reading images needs Pillow, which is not installed: pip install 'gsoftmax[train]'") from None
     return Image
 
 

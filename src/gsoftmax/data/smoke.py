@@ -83,7 +83,9 @@ def _jpeg(path: Path, pixels: np.ndarray) -> None:
     try:
         from PIL import Image
     except ImportError:
-        raise DataError("smoke images are written with Pillow, which is not installed: pip install pillow") from None
+        raise DataError(
+            "smoke images are written with Pillow, which is not installed: pip install 'gsoftmax[train]'"
+        ) from None
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(pixels).save(path, format="JPEG", quality=90)
 

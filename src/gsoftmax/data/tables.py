@@ -121,7 +121,8 @@ def _inputs(x: np.ndarray, where: str) -> Tensor:
     if x.ndim == 2:
         if x.dtype.kind not in "biuf" or x.shape[1] == 0:
             raise DataError(f"{where} must be numbers with at least one column, got {x.dtype} {x.shape}")
-        table = x.astype(np.float32)
+        with np.errstate(over="ignore"):  # what is too large becomes infinite, and is refused below
+            table = x.astype(np.float32)
         if not np.isfinite(table).all():
             raise DataError(
                 f"{where} must be finite, got nan or infinity in row {int(np.argwhere(~np.isfinite(table))[0, 0])}"
@@ -145,8 +146,12 @@ def _targets(
     ys: dict[str, np.ndarray], names: np.ndarray | None, where: str
 ) -> tuple[dict[str, Tensor], tuple[str, ...], bool]:
     """Labels as tensors, class names, and whether there are several labels a row."""
-    given = None if names is None else tuple(str(n) for n in np.atleast_1d(names).tolist())
+    given = None if names is None else tuple(_text(n) for n in np.atleast_1d(names).tolist())
     first = ys["train"]
+    if names is not None and (names.ndim > 1 or names.dtype.kind not in "biuUS"):
+        raise DataError(f"{where} names must be (C,) strings, got {names.dtype} {names.shape}")
+    if first.ndim == 2 and first.shape[1] == 0:
+        raise DataError(f"{where} y_train must have at least 1 label, got the shape {first.shape}")
     if first.ndim == 2:
         for part, y in ys.items():
             if y.ndim != 2 or y.shape[1] != first.shape[1] or not np.isin(y, (0, 1)).all():
@@ -176,12 +181,12 @@ def _targets(
                 f"{where} y_{part} has the class {stranger!s}, which is none of the {len(values)} known ones"
             )
         out[part] = torch.from_numpy(at.astype(np.int64))
-    labels = (
-        given
-        if given is not None and first.dtype.kind in "biu"
-        else tuple(v.decode("utf-8", "replace") if isinstance(v, bytes) else str(v) for v in values.tolist())
-    )
+    labels = given if given is not None and first.dtype.kind in "biu" else tuple(_text(v) for v in values.tolist())
     return out, labels, False
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
 # ARFF

@@ -61,12 +61,18 @@ def write(
     from . import tables as table_room
 
     out = Path(out)
+    for word, known, asked in (("tables", table_room.FORMATS, tables), ("figures", figure_room.FORMATS, figures)):
+        unknown = sorted(set(asked) - set(known))
+        if unknown:  # before anything is written
+            raise ValueError(f"{word} must be of {', '.join(known)}, got {unknown[0]!r}")
     chosen = 0
     if name is not None:
         if name not in doc["classes"]:
             some = ", ".join(doc["classes"][:10])
             raise ValueError(f"class {name!r} is not among the {len(doc['classes'])} classes: {some} ...")
         chosen = doc["classes"].index(name)
+    if figures:
+        figure_room._matplotlib()  # said before anything is written
     made = table_room.of_document(doc)
     paths = [page.write(doc, out)]
     if tables:
@@ -82,6 +88,8 @@ def write_paper_tables(
     """The paper's tables beside the runs of `gsoftmax reproduce`, written into `out`."""
     from . import tables as table_room
 
+    if not Path(runs).is_dir():
+        raise ValueError(f"the folder of the runs must be one that `gsoftmax reproduce` wrote, and {runs} is none")
     made = paper_tables(runs)
     return made, table_room.write(made, Path(out), formats)
 

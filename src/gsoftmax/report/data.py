@@ -65,7 +65,7 @@ def from_runs(paths: Sequence[str | os.PathLike[str]], title: str | None = None)
     if not folders:
         raise ValueError("report needs at least one run folder")
     if len(folders) == 1 and (folders[0] / "summary.json").exists():
-        summary = json.loads((folders[0] / "summary.json").read_text())
+        summary = _read_summary(folders[0] / "summary.json")
         return from_comparison(summary, folders[0], title or folders[0].resolve().name)
     found: dict[str, dict[int, tuple[Path, dict[str, Any]]]] = {}
     kinds: dict[str, Path] = {}
@@ -73,6 +73,7 @@ def from_runs(paths: Sequence[str | os.PathLike[str]], title: str | None = None)
         config, result = read_config(folder), read_result(folder)
         if config is None or result is None:
             raise ValueError(f"{folder} holds neither a finished run nor a comparison")
+        _check_result(result, folder / "metrics.jsonl")
         kinds.setdefault(config.data, folder)
         runs = found.setdefault(head_name(config), {})
         if config.seed in runs:
@@ -91,6 +92,42 @@ def from_runs(paths: Sequence[str | os.PathLike[str]], title: str | None = None)
     if left:
         doc["notes"].append(f"{left} runs left out: their seed is not there for every head")
     return doc
+
+
+def _read_summary(path: Path) -> dict[str, Any]:
+    """The summary of a comparison, refused unless every number that a report shows is there."""
+    try:
+        summary = json.loads(path.read_text("utf-8"))
+        heads, seeds, metrics = summary["heads"], summary["seeds"], summary["metrics"]
+        if not heads or not all(isinstance(h, str) for h in heads) or not all(type(s) is int for s in seeds):
+            raise ValueError("heads must be names and seeds whole numbers")
+        if any(folder_name(h) in ("", ".", "..") for h in heads):
+            raise ValueError("a head's name leads out of the folder")
+        for metric in MULTI if summary["multilabel"] else SINGLE:
+            for head in heads:
+                row = metrics[metric][head]
+                if len(row["values"]) != len(seeds) or not all(map(_is_number, [row["mean"], *row["values"]])):
+                    raise ValueError(f"{metric} of {head} must be {len(seeds)} numbers and their mean")
+                if head != heads[0] and len(seeds) > 1:
+                    paired = row["paired"]
+                    if not all(_is_number(paired[k]) for k in ("difference", "low", "high", "t", "p", "n")):
+                        raise ValueError(f"the paired test of {metric} must be numbers")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else (str(error).splitlines() or ["nothing"])[0]
+        raise ValueError(f"{path} is not the summary of a comparison: {reason}") from None
+    return summary
+
+
+def _check_result(result: Mapping[str, Any], path: Path) -> None:
+    lacking = [m for m in (*(MULTI if "mAP" in result else SINGLE), "seconds") if not _is_number(result.get(m))]
+    if lacking:
+        raise ValueError(f"the last line of {path} must have a number for {lacking[0]!r}, and has none")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def head_name(config: Config) -> str:

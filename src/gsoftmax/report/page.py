@@ -39,8 +39,9 @@ SLIDERS = (
 def write(doc: Document, out: str | os.PathLike[str]) -> Path:
     """Writes `out`/report.html and returns its path."""
     path = Path(out) / "report.html"
+    text = render(doc)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, render(doc))
+    write_atomically(path, text)
     return path
 
 

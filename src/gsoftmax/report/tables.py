@@ -436,9 +436,12 @@ def _digits(value: float) -> int:
     return 2 if abs(value) >= 10 else 3 if abs(value) >= 1 else 4
 
 
+_DIRECTIONS = frozenset("\u200e\u200f\u061c\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
 def plain(text: str) -> str:
-    """Text that cannot steer a terminal: control characters are shown as �."""
-    return "".join("�" if unicodedata.category(c) in ("Cc", "Cs") else c for c in text)
+    """Text that cannot steer a terminal: control characters, line separators and changes of direction become �."""
+    return "".join("�" if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") or c in _DIRECTIONS else c for c in text)
 
 
 def _width(text: str) -> int:

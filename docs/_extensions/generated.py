@@ -1,0 +1,102 @@
+"""Pages that end with what the code says of itself, so that they cannot go stale."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from docstrings import field_comments
+from sphinx.application import Sphinx
+
+
+def commands() -> str:
+    """`--help` of every command."""
+    os.environ.update(COLUMNS="92", NO_COLOR="1")
+    from gsoftmax.cli import _parser
+
+    def sections(parser: argparse.ArgumentParser) -> Iterator[str]:
+        yield f"## {parser.prog}\n\n```text\n{parser.format_help().strip()}\n```\n"
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for command in action.choices.values():
+                    yield from sections(command)
+
+    return "\n".join(sections(_parser()))
+
+
+def configuration() -> str:
+    """The keys of `gsoftmax.config.Config`, a table for each group."""
+    from gsoftmax.config import Config
+
+    out = []
+    for name, kind, default, text in field_comments(Config):
+        if not name:
+            out.append(f"\n**{text[0].upper()}{text[1:]}**\n\n| key | type | default | |\n|---|---|---|---|")
+        else:
+            default = re.sub(r"field\(default_factory=(?:lambda: )?(.*)\)", r"\1", default).replace("dict", "{}")
+            cells = (f"`{name}`", f"`{kind}`", f"`{default}`", text)
+            out.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(out)
+
+
+def datasets() -> str:
+    """`gsoftmax datasets` as sections."""
+    from gsoftmax import data
+
+    out = []
+    for info in data.describe():
+        source = re.sub(r"https?://[^\s;)]+", r"<\g<0>>", info.source)
+        out.append(f"### {info.name}\n\n{info.size}.  Source: {source}.\n")
+        if info.layout != "none":
+            out.append(f"```text\n{info.layout}\n```\n")
+    return "\n".join(out)
+
+
+def recipes() -> str:
+    """The recipes and the published numbers, a table for each of the paper's."""
+    from gsoftmax.recipes import recipes as every
+
+    out, table = [], None
+    for recipe in every().values():
+        if recipe.table != table:
+            table = recipe.table
+            out.append(f"\n### {table}\n\n| recipe | network | epochs | published, % |\n|---|---|---|---|")
+        config = recipe.config()
+        numbers = ", ".join(f"{name} {value:g}" for name, value in recipe.published.items())
+        out.append(f"| `{recipe.name}` | {config.backbone or 'by the data'} | {config.epochs} | {numbers or '–'} |")
+    return "\n".join(out)
+
+
+def examples() -> str:
+    """The list in examples/README.md, and every script in full."""
+    folder = Path(__file__).parents[2] / "examples"
+    text = (folder / "README.md").read_text("utf-8").partition("\n")[2]
+    text = re.sub(r"\]\(([\w.]+)\)", r"](../examples/\1)", text)
+    scripts = (
+        f"## {path.stem.replace('_', ' ')}\n\n```{{literalinclude}} ../examples/{path.name}\n:language: python\n```\n"
+        for path in sorted(folder.glob("*.py"))
+    )
+    return "\n".join([text, *scripts])
+
+
+MARKERS: dict[str, Callable[[], str]] = {
+    "<!-- commands -->": commands,
+    "<!-- configuration -->": configuration,
+    "<!-- datasets -->": datasets,
+    "<!-- examples -->": examples,
+    "<!-- recipes -->": recipes,
+}
+
+
+def fill(app: Sphinx, docname: str, source: list[str]) -> None:
+    for marker, make in MARKERS.items():
+        if marker in source[0]:
+            source[0] = source[0].replace(marker, make())
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    app.connect("source-read", fill)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

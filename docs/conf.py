@@ -1,0 +1,53 @@
+"""Settings of the documentation: `make docs` writes docs/_build/html.  Nothing here asks the network."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent / "src"), str(HERE / "_extensions")]
+
+from gsoftmax import __version__  # noqa: E402 - found by the line above
+
+# Adapters inherit from these; importing them takes longer than building the site.  (autodoc_mock_imports would not do:
+# autodoc looks for the source of a base class by importing its module.)
+for name, parts in {
+    "lightning": {},
+    "lightning.pytorch": {"Callback": type("Callback", (), {})},
+    "torchmetrics": {"Metric": type("Metric", (), {})},
+    "torchmetrics.utilities": {"dim_zero_cat": None},
+}.items():
+    sys.modules[name] = ModuleType(name)
+    vars(sys.modules[name]).update(parts)
+
+project = "gsoftmax"
+release = version = __version__
+author = "the authors of gsoftmax"
+project_copyright = "the authors of gsoftmax, Apache-2.0"
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "mathml", "docstrings", "generated"]
+exclude_patterns = ["_build", "_extensions"]
+myst_enable_extensions = ["deflist", "dollarmath"]
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True}
+autodoc_inherit_docstrings = False  # torch's words on forward() say nothing about ours
+autodoc_typehints_format = "short"
+toc_object_entries_show_parents = "hide"
+maximum_signature_line_length = 100
+
+nitpicky = True
+# Other people's types are named and not linked: the lists of their names would have to be fetched.
+OTHERS = "collections|concurrent|contextlib|nn|numpy|os|pathlib|torch|torchmetrics|typing"
+nitpick_ignore_regex = [("py:.*", rf"({OTHERS})\..*|DeviceMesh|Tensor")]
+
+html_theme = "furo"
+html_title = f"gsoftmax {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_extra_path = ["playground.html"]
+html_show_sphinx = False
+html_math_renderer = "mathml"

@@ -1,0 +1,140 @@
+"""Runs of the studies, one row each: `python -m evidence.run scene --data scene=arff:PATH`.
+
+Rows are appended to results/evidence/STUDY.jsonl as runs end; those that are there are not run again, so a study can be
+done in many sittings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from gsoftmax import geometry, metrics, recipes, runs, train
+from gsoftmax.config import Config
+
+HERE = Path(__file__).parent
+ROWS = HERE.parent / "results" / "evidence"
+
+
+@dataclass(frozen=True)
+class Study:
+    """Settings that differ from each other in what `settings` says, over the same seeds."""
+
+    name: str
+    recipe: str
+    changes: Mapping[str, Any]
+    seeds: range
+    settings: Mapping[str, Mapping[str, Any]]
+
+    def config(self, setting: str, seed: int) -> Config:
+        changes = {**self.changes, **self.settings[setting], "seed": seed, "threads": 1, "checkpoint_every": 0}
+        return recipes.find(self.recipe).config(changes)
+
+
+def studies() -> dict[str, Study]:
+    written = yaml.safe_load((HERE / "studies.yaml").read_text("utf-8"))
+    return {
+        name: Study(name, s["recipe"], s["changes"], range(*s["seeds"]), s["settings"]) for name, s in written.items()
+    }
+
+
+def read_rows(study: str, folder: Path = ROWS) -> list[dict[str, Any]]:
+    path = folder / f"{study}.jsonl"
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+
+
+def missing(study: Study, folder: Path = ROWS) -> Iterator[tuple[str, int]]:
+    """(setting, seed) without a row yet, whole pairs first."""
+    there = {(row["setting"], row["seed"]) for row in read_rows(study.name, folder)}
+    for seed in study.seeds:
+        for setting in study.settings:
+            if (setting, seed) not in there:
+                yield setting, seed
+
+
+def one(study: Study, setting: str, seed: int, data: str | None) -> dict[str, Any]:
+    """Trains, and gives every metric, for multi-label data also those of every label."""
+    config = study.config(setting, seed)
+    with tempfile.TemporaryDirectory() as folder:
+        result = train.train(config.override({"data": data}) if data else config, Path(folder) / "run")
+        outputs = load_file(Path(folder) / "run" / "outputs.safetensors")
+    row = {"setting": setting, "seed": seed, "metrics": {k: _round(v) for k, v in result.items()}}
+    if outputs["y"].ndim == 2:
+        x, p, y = outputs["x"], outputs["p"], outputs["y"]
+        stats = geometry.ClassStatistics(y.shape[1], multilabel=True).update(train.positive_outputs(x), y)
+        found = stats.geometry()
+        of_label = {"ap": metrics.average_precision(p, y)}
+        of_label |= {k: getattr(found, k) for k in ("compactness", "separability", "ratio")}
+        row["labels"] = {k: [_round(float(v)) for v in values] for k, values in of_label.items()}
+    return row
+
+
+def _round(value: float) -> float:
+    """Seven digits: more than a float32 holds, a third of the bytes."""
+    return float(f"{value:.7g}")
+
+
+def where() -> dict[str, Any]:
+    """What a row was measured on."""
+    found = runs.environment()
+    commit = os.environ.get("COMMIT")
+    if commit is None:
+        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True)
+        commit = done.stdout.strip() or "unknown"
+    keys = ("gsoftmax", "torch", "python", "processor", "gpu")
+    return {k: found[k] for k in keys} | {"commit": commit}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("studies", nargs="+", choices=sorted(studies()))
+    parser.add_argument("--data", action="append", default=[], metavar="NAME=SPEC", help="where a study's data are")
+    parser.add_argument("--seeds", type=int, help="no more than this many seeds of each study")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no run after this")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--rows", type=Path, default=ROWS, help="folder of the rows")
+    args = parser.parse_args()
+    data = dict(pair.split("=", 1) for pair in args.data)
+    end = time.monotonic() + 60 * args.minutes
+    args.rows.mkdir(parents=True, exist_ok=True)
+    environment = where()
+    with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for study in (studies()[name] for name in args.studies):
+            first = study.seeds[: args.seeds]
+            todo = [(setting, seed) for setting, seed in missing(study, args.rows) if seed in first]
+            spec = data.get(study.changes["data"])
+            print(f"{study.name}: {len(todo)} runs", flush=True)
+            waiting = {pool.submit(_before, end, study, *task, spec): task for task in todo}
+            with open(args.rows / f"{study.name}.jsonl", "a", encoding="utf-8") as file:
+                for count, future in enumerate(as_completed(waiting), start=1):
+                    row = future.result()
+                    if row is None:
+                        continue
+                    file.write(json.dumps(row | environment, ensure_ascii=False) + "\n")
+                    file.flush()
+                    if sys.stderr.isatty() or count % 50 == 0:
+                        print(f"{count}/{len(todo)}  {row['setting']} seed {row['seed']}", file=sys.stderr, flush=True)
+
+
+def _before(end: float, study: Study, setting: str, seed: int, data: str | None) -> dict[str, Any] | None:
+    torch.set_num_threads(1)
+    return None if time.monotonic() > end else one(study, setting, seed, data)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Thin adapters to training frameworks; each module needs its framework, nothing else does."""

@@ -1,0 +1,97 @@
+"""Lightning: a callback that logs the class geometry of the validation outputs after every epoch.
+
+Works with `lightning` and with `pytorch_lightning`, whichever is installed (never with lightning 2.6.2 and 2.6.3, which
+were reported as compromised).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ..geometry import ClassGeometry, ClassStatistics
+
+try:
+    from lightning.pytorch import Callback
+except ImportError:
+    try:
+        from pytorch_lightning import Callback  # type: ignore[assignment, unused-ignore]
+    except ImportError:
+        raise ImportError(
+            "gsoftmax.integrations.lightning needs lightning: pip install 'lightning>=2.4,!=2.6.2,!=2.6.3'"
+        ) from None
+
+__all__ = ["GeometryCallback"]
+
+
+class GeometryCallback(Callback):  # type: ignore[misc, unused-ignore]
+    """Logs compactness, separability, ratio, relative_sigma and dprime of the validation outputs, means over classes.
+
+    `validation_step` returns a dict with "x" (or "logits"), (N, C), and "y" (or "labels"), (N,); or `outputs` says how
+    to get them: a function of what the step returned and of the batch, giving (x, y).  x are the raw outputs where
+    heads are to be compared, z where the model gives only those.  Processes are merged before anything is computed, so
+    all of them log the numbers of the whole validation set (with the examples that a distributed sampler repeats, if
+    it does).  `geometry` holds the last epoch's numbers of every class.
+
+    options are those of `ClassStatistics`: multilabel, pooled, ignore_index.  Keys are `prefix` and the measure; with
+    several validation sets Lightning adds /dataloader_idx_0, ... and `geometry` is that of the last one.
+
+    >>> callback = GeometryCallback(10, outputs=lambda step, batch: (step, batch[1]))
+    >>> callback.prefix, callback.geometry
+    ('val/', None)
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        *,
+        outputs: Callable[[Any, Any], tuple[Tensor, Tensor]] | None = None,
+        prefix: str = "val/",
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+        self.outputs = outputs
+        self.prefix = prefix
+        self.options = options
+        self.geometry: ClassGeometry | None = None
+        self._statistics: list[ClassStatistics] = []
+        self._fresh()  # a mistake in the options shows at once
+
+    def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        # one for each validation set, on every process, with or without batches: all of them take part in `sync`
+        self._statistics = [self._fresh() for _ in trainer.num_val_batches]
+
+    def on_validation_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        x, y = self._pair(outputs, batch)
+        self._statistics[dataloader_idx].update(x, y)
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.sanity_checking:
+            return
+        for number, seen in enumerate(self._statistics):
+            self.geometry = seen.sync().geometry()
+            which = f"/dataloader_idx_{number}" if len(self._statistics) > 1 else ""
+            measures = {f"{self.prefix}{name}{which}": value for name, value in self.geometry.average().items()}
+            # Every process has the same numbers; their mean is what Lightning wants to hear about.
+            pl_module.log_dict(measures, sync_dist=trainer.world_size > 1, add_dataloader_idx=False)
+
+    def _fresh(self) -> ClassStatistics:
+        return ClassStatistics(self.num_classes, **self.options)
+
+    def _pair(self, outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        if self.outputs is not None:
+            return self.outputs(outputs, batch)
+        found = outputs if isinstance(outputs, Mapping) else {}
+        x, y = found.get("x", found.get("logits")), found.get("y", found.get("labels"))
+        if x is None or y is None:
+            got = f"a dict with {', '.join(map(str, found))}" if found else type(outputs).__name__
+            raise ValueError(
+                "validation_step must return a dict with x (or logits) and y (or labels), or GeometryCallback be given "
+                f"outputs=, a function of what it returned and of the batch; it returned {got}"
+            )
+        return x, y

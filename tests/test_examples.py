@@ -1,0 +1,136 @@
+"""Every example runs as a user would run it, says nothing alarming, and has learned something."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+# what an example prints about how well it learned, and what the worst of these numbers must reach; a tenth of the
+# digits, and a fifth of the mean average precision of the mosaics, would be chance
+LEARNED = {
+    "plain_loop.py": (r"^g?softmax +(0\.\d+)", 2, 0.93),
+    "timm_attach.py": (r"^epoch 6 .* accuracy (\d\.\d+)", 1, 0.95),
+    "huggingface_trainer.py": (r"^evaluation loss .* accuracy (\d\.\d+)", 1, 0.9),
+    "lightning_callback.py": (r"^ +[5-8] +(\d\.\d+)", 4, 0.9),
+    "tensorboard_histograms.py": (r"^accuracy (\d\.\d+)", 1, 0.93),
+    "multilabel.py": (r"^g?softmax +(\d\.\d+)", 2, 0.95),
+    "own_head.py": (r"^error % +(\d+\.\d+) ± \S+ +(\d+\.\d+)", 1, None),
+    "export_onnx.py": (r"^accuracy (\d\.\d+)", 1, 0.9),
+}
+
+
+def _run(name: str, folder: Path) -> str:
+    """What it prints, run from an empty folder."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not re.search(r"warn|deprecat|error|traceback", done.stderr, re.IGNORECASE), done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_example_learns(name, tmp_path):
+    printed = _run(name, tmp_path)
+    pattern, lines, least = LEARNED[name]
+    found = re.findall(pattern, printed, re.MULTILINE)
+    assert len(found) == lines, printed
+    if name == "own_head.py":
+        assert all(float(error) < 8 for error in found[0]), printed
+        assert (tmp_path / "runs" / "own-head" / "report.html").is_file()
+    else:
+        assert min(map(float, found)) >= least, printed
+    if name == "export_onnx.py":
+        assert float(re.search(r"difference of z (\S+)", printed)[1]) < 1e-4
+    if name == "tensorboard_histograms.py":
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(tmp_path / "runs" / "tensorboard"), size_guidance={"histograms": 0}).Reload()
+        drawn = events.Histograms("gsoftmax/3/sigma")
+        assert [e.step for e in drawn] == list(range(0, 315, 20))
+        low, high = re.search(r"sigma from (\S+) to (\S+)", printed).groups()
+        assert drawn[0].histogram_value.min == 1.0  # where sigma begins
+        assert float(low) == pytest.approx(drawn[-1].histogram_value.min, abs=0.02)
+        assert float(high) == pytest.approx(drawn[-1].histogram_value.max, abs=0.02)
+
+
+def test_examples_are_listed():
+    """Each file is in the table of the README and among those run here."""
+    listed = re.findall(r"^\| \[(\S+)\]\((\S+)\) \|", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
+    assert all(text == target for text, target in listed)
+    files = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")}
+    assert {target for _, target in listed} == files == {*LEARNED, "walkthrough.ipynb"}
+
+
+def _texts(notebook) -> str:
+    streams = [o for cell in notebook.cells for o in cell.get("outputs", ()) if o.output_type == "stream"]
+    assert all(o.name == "stdout" for o in streams), "a warning in the notebook"
+    return "".join(o.text for o in streams)
+
+
+def _pictures(notebook) -> int:
+    return sum("image/png" in o.get("data", ()) for cell in notebook.cells for o in cell.get("outputs", ()))
+
+
+# In a process of its own, because a client leaves sockets to the garbage collector, which warns of them.  The kernel
+# listens on files in a folder of its own (with a short name: names of sockets are), which nobody else can talk to.
+EXECUTE = """
+import os
+import sys
+import tempfile
+import nbformat
+from jupyter_client import AsyncKernelManager
+from nbclient import NotebookClient
+
+source, out, folder = sys.argv[1:]
+notebook = nbformat.read(source, as_version=4)
+for cell in notebook.cells:
+    if cell.cell_type == "code":
+        cell.outputs, cell.execution_count = [], None
+with tempfile.TemporaryDirectory() as sockets:
+    transport = "ipc" if os.name == "posix" else "tcp"
+    kernel = AsyncKernelManager(kernel_name="python3", transport=transport, connection_file=f"{sockets}/kernel.json")
+    NotebookClient(notebook, km=kernel, timeout=240, resources={"metadata": {"path": folder}}).execute()
+nbformat.write(notebook, out)
+"""
+
+
+def test_notebook_runs(tmp_path):
+    """All cells from the top, in a kernel of its own; the outputs stored with it are those of such a run."""
+    import nbformat
+
+    source, out = EXAMPLES / "walkthrough.ipynb", tmp_path / "out.ipynb"
+    done = subprocess.run(
+        [sys.executable, "-c", EXECUTE, str(source), str(out), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    before, after = (nbformat.read(path, as_version=4) for path in (source, out))
+    nbformat.validate(before)
+    code = [cell for cell in before.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    stored, printed = _texts(before), _texts(after)
+    assert _pictures(before) == _pictures(after) == 6
+    for text in (stored, printed):
+        accuracies = re.search(r"^accuracy +(\d\.\d+) +(\d\.\d+)$", text, re.MULTILINE).groups()
+        assert min(map(float, accuracies)) > 0.93
+        assert len(re.findall(r"^gsoftmax against softmax, (?:500 images|5 seeds): error ", text, re.MULTILINE)) == 2
+        compactness = re.search(r"^compactness +(\d\.\d+) +(\d\.\d+)$", text, re.MULTILINE).groups()
+        assert float(compactness[1]) > float(compactness[0])  # what the story says
+    numbers = [re.findall(r"\d+\.\d+", text) for text in (stored, printed)]
+    assert len(numbers[0]) == len(numbers[1])

@@ -1,0 +1,413 @@
+"""What is delivered: the metadata, the files of wheel and sdist, and what works where only torch and NumPy are."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import gsoftmax
+from gsoftmax import backbones, data, recipes, report, train
+from gsoftmax.cli import _parser, _set_apart
+from gsoftmax.completion import _commands
+from gsoftmax.config import Config
+from gsoftmax.data import images
+from gsoftmax.report import page
+
+ROOT = Path(__file__).parents[1]
+SCHEMAS = {
+    "vendor.citation-file-format": ["CITATION.cff"],
+    "vendor.github-issue-config": [".github/ISSUE_TEMPLATE/config.yml"],
+    "vendor.github-issue-forms": [f".github/ISSUE_TEMPLATE/{n}.yml" for n in ("bug", "question", "reproduction")],
+    "vendor.github-workflows": [".github/workflows/ci.yml"],
+}
+LOSS = """
+import torch, gsoftmax
+from gsoftmax.kernels import native
+loss_fn = gsoftmax.GSoftmaxLoss(num_classes=3)
+x = torch.tensor([[2.0, 1.0, -1.0], [0.5, 0.0, 0.3]], requires_grad=True)
+loss = loss_fn(x, torch.tensor([0, 2]))
+loss.backward()
+step = 1e-3  # the gradient of one output is the slope of the loss
+with torch.no_grad():
+    moved = x.clone()
+    moved[0, 1] += step
+    slope = (loss_fn(moved, torch.tensor([0, 2])) - loss) / step
+assert abs(slope - x.grad[0, 1]) < 1e-2 * abs(slope), (slope, x.grad)
+print(f"{loss.item():.6f}", gsoftmax.__file__, repr(native.unavailable()), sep="\\n")
+"""
+
+
+# what is written down in two places
+
+
+def pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+@pytest.mark.parametrize(("schema", "files"), SCHEMAS.items(), ids=SCHEMAS)
+def test_files_follow_their_published_schema(schema, files):
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", schema]
+    done = subprocess.run([*command, *files], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_issue_form_is_checked():
+    forms = {str(f.relative_to(ROOT)) for f in (ROOT / ".github").rglob("*.yml")}
+    assert forms == {file for files in SCHEMAS.values() for file in files if file.startswith(".github")}
+
+
+def test_the_citation_is_of_this_version_and_of_the_paper():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    assert citation["title"] == "gsoftmax"
+    assert citation["version"] == gsoftmax.__version__
+    assert citation["license"] == "Apache-2.0"
+    paper = citation["preferred-citation"]
+    assert [a["family-names"] for a in paper["authors"]] == ["Luo", "Wong", "Kankanhalli", "Zhao"]
+    assert (paper["year"], paper["doi"]) == (2020, "10.1109/TNNLS.2019.2909737")
+
+
+def test_the_changelog_has_this_version():
+    assert re.search(rf"^## {re.escape(gsoftmax.__version__)}\b", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)
+
+
+def test_pre_commit_runs_the_versions_of_the_constraints():
+    pinned = {canonicalize_name(name): version for name, version in pins().items()}
+    tools = {"ruff-pre-commit": "ruff", "mirrors-mypy": "mypy", "check-jsonschema": "check-jsonschema"}
+    seen = set()
+    for repo in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text("utf-8"))["repos"]:
+        name = repo["repo"].rsplit("/", 1)[-1]
+        if name in tools:
+            seen.add(tools[name])
+            assert repo["rev"].removeprefix("v") == pinned[tools[name]]
+        if name == "local":
+            for hook in repo["hooks"]:  # from the environment that `make setup` builds with the constraints
+                tool = hook["entry"].split()[0].removeprefix(".venv/bin/")
+                seen.add(tool)
+                assert hook["language"] == "system" and tool in pinned
+    assert seen >= {"ruff", "mypy", "check-jsonschema"}
+
+
+def test_everything_the_extras_name_is_pinned():
+    pinned = {canonicalize_name(name) for name in pins()}
+    wanted = {canonicalize_name(Requirement(r).name) for r in importlib.metadata.requires("gsoftmax")}
+    assert wanted - pinned - {"gsoftmax"} == set()
+
+
+@pytest.mark.parametrize("command", ["", *_commands(_parser())])
+def test_help_has_examples_that_the_parser_takes(command):
+    parser = _commands(_parser())[command] if command else _parser()
+    examples = re.findall(r"^  (gsoftmax .*?)(?:   .*|  # .*)?$", parser.epilog or "", re.M)
+    assert examples, f"gsoftmax {command} --help has no example"
+    for example in examples:
+        words, _ = _set_apart(shlex.split(example, comments=True)[1:])
+        words = words[: words.index(">")] if ">" in words else words
+        parsed = _parser().parse_args(words)
+        assert command in ("", parsed.command), example
+
+
+# what the package asks of its surroundings
+
+
+def closure(*names: str) -> set[str]:
+    """The distributions that these need, themselves included."""
+    found: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        name = canonicalize_name(waiting.pop())
+        if name in found:
+            continue
+        try:
+            requires = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        found.add(name)
+        for text in requires:
+            requirement = Requirement(text)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                waiting.append(requirement.name)
+    return found
+
+
+ONLY_TORCH_AND_NUMPY = """
+import importlib, pkgutil, sys
+
+refused = set(sys.argv[1].split(","))
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in refused:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Refuse())
+import gsoftmax
+
+print("|gsoftmax")
+for module in pkgutil.walk_packages(gsoftmax.__path__, "gsoftmax.", onerror=lambda name: None):
+    if module.name.rsplit(".")[-1] in ("__main__", "_native"):
+        continue
+    try:
+        importlib.import_module(module.name)
+        print("|" + module.name)
+    except ImportError as error:
+        print("|" + module.name, "needs", error)
+"""
+
+
+def test_modules_import_with_torch_and_numpy_alone():
+    allowed = closure("torch", "numpy")
+    owners = importlib.metadata.packages_distributions()
+    refused = {m for m, dists in owners.items() if not allowed & {canonicalize_name(d) for d in dists}} - {"gsoftmax"}
+    assert {"yaml", "scipy", "sklearn", "torchvision"} <= refused
+    assert not {"torch", "numpy", "sympy"} & refused
+    done = subprocess.run(
+        [sys.executable, "-c", ONLY_TORCH_AND_NUMPY, ",".join(sorted(refused))], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line[1:] for line in done.stdout.splitlines() if line.startswith("|")]
+    assert {"gsoftmax.functional", "gsoftmax.train", "gsoftmax.report", "gsoftmax.recipes", "gsoftmax.cli"} <= {*lines}
+    # modules that are adapters of one library, and say so by their name
+    needy = {line.split()[0] for line in lines if " needs " in line}
+    assert all(name == "gsoftmax.torchmetrics" or name.startswith("gsoftmax.integrations.") for name in needy), lines
+
+
+TINY = b"P6 1 1 255 " + bytes(3)  # a picture
+LIBRARIES = {
+    "yaml": ("train", lambda folder: recipes.recipes.__wrapped__()),
+    "sklearn": ("train", lambda folder: data.load("digits")),
+    "PIL": ("train", lambda folder: images.read_image(str(folder / "tiny.ppm"))),
+    "torchvision": ("train", lambda folder: backbones.create("resnet101", input_shape=(3, 64, 64))),
+    "timm": ("train", lambda folder: backbones.create("timm:resnet18", input_shape=(3, 64, 64))),
+    "safetensors": ("train", lambda folder: train.train(table_config(folder), folder / "run")),
+    "matplotlib": ("report", lambda folder: report.write(document(folder), folder / "report", figures=["svg"])),
+    "jinja2": ("report", lambda folder: report.write(document(folder), folder / "report", figures=[])),
+    "vl_convert": ("report", lambda folder: report.write(document(folder), folder / "report", figures=[])),
+}
+
+
+def table_config(folder: Path) -> Config:
+    x, y = np.random.default_rng(0).normal(size=(90, 3)).astype("float32"), np.arange(90) % 3
+    np.savez(folder / "table.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    return Config(data=f"npz:{folder / 'table.npz'}", epochs=1, device="cpu")
+
+
+def document(folder: Path):
+    np.savez(folder / "outputs.npz", x=np.random.default_rng(0).normal(size=(90, 3)), y=np.arange(90) % 3)
+    return report.from_outputs(folder / "outputs.npz", None)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_missing_library_is_named_with_its_extra_before_the_work(library, monkeypatch, tmp_path):
+    extra, use = LIBRARIES[library]
+    for name in [name for name in sys.modules if name.startswith(f"{library}.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, library, None)
+    page.vega.cache_clear()
+    (tmp_path / "tiny.ppm").write_bytes(TINY)
+    with pytest.raises(ValueError, match="which is not installed: pip install ") as error:
+        use(tmp_path)
+    assert f"pip install 'gsoftmax[{extra}]'" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists() and not (tmp_path / "report").exists()
+
+
+def test_sources_parse_as_python_3_10():
+    files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "tests").glob("*.py"), ROOT / "setup.py"]
+    assert len(files) > 30
+    for file in files:
+        ast.parse(file.read_text("utf-8"), str(file), feature_version=(3, 10))
+
+
+# the real thing
+
+
+def run(*command: str | Path, **options) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "COV_", "PYTEST"))}
+    environment |= {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"} | options.pop("env", {})
+    command = [str(word) for word in command]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, **options)
+
+
+def check(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory) -> Path:
+    """Built in a copy of the repository, so that it neither finds old files nor leaves new ones."""
+    copy = tmp_path_factory.mktemp("sdist") / "tree"
+    left_out = shutil.ignore_patterns(
+        ".git", ".venv", ".peers", ".*_cache", ".hypothesis", "__pycache__", "build", "dist", "runs", "_build",
+        "*.so", "*.egg-info",
+    )  # fmt: skip
+    shutil.copytree(ROOT, copy, ignore=left_out)
+    code = "from setuptools import build_meta; print('|' + build_meta.build_sdist('dist'))"
+    name = re.findall(r"^\|(.*)$", check(run(sys.executable, "-c", code, cwd=copy)), re.M)[-1]
+    return copy / "dist" / name
+
+
+def build_wheel(sdist: Path, out: Path, **environment: str) -> Path:
+    options = ("--no-deps", "--no-build-isolation", "--no-index", "--no-cache-dir", "--disable-pip-version-check")
+    check(run(sys.executable, "-m", "pip", "wheel", *options, "-w", out, sdist, env=environment, cwd=out))
+    return next(out.glob("*.whl"))
+
+
+def empty_environment(folder: Path, wheel: Path) -> Path:
+    """A new environment with the wheel, torch, NumPy and what those two need; returns its folder of programs."""
+    venv.create(folder, symlinks=True)
+    programs = folder / ("Scripts" if os.name == "nt" else "bin")
+    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = Path(check(run(programs / "python", "-c", where)).strip())
+    for name in closure("torch", "numpy"):
+        distribution = importlib.metadata.distribution(name)
+        tops = {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}
+        for top in tops:
+            if not (site / top).exists():
+                (site / top).symlink_to(Path(distribution.locate_file(top)))
+    pip = (sys.executable, "-m", "pip", "--python", programs / "python", "--disable-pip-version-check")
+    check(run(*pip, "install", "--no-deps", "--no-index", wheel))
+    for missing in ("yaml", "safetensors", "sklearn", "matplotlib", "vl_convert", "torchvision", "PIL"):
+        assert run(programs / "python", "-c", f"import {missing}", cwd=folder).returncode == 1, missing
+    return programs
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist, tmp_path_factory) -> Path:
+    return build_wheel(sdist, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def programs(wheel, tmp_path_factory) -> Path:
+    return empty_environment(tmp_path_factory.mktemp("empty") / "environment", wheel)
+
+
+def package_files() -> set[str]:
+    """Of the sources, as a wheel names them."""
+    files = (f for f in (ROOT / "src" / "gsoftmax").rglob("*") if f.is_file() and "__pycache__" not in f.parts)
+    return {f.relative_to(ROOT / "src").as_posix() for f in files if f.suffix not in (".c", ".so")}
+
+
+@pytest.mark.slow
+def test_sdist_holds_the_package_and_nothing_else(sdist):
+    with tarfile.open(sdist) as file:
+        names = {m.name.split("/", 1)[1] for m in file.getmembers() if m.isfile()}
+    assert {f"src/{name}" for name in package_files()} <= names
+    assert {"src/gsoftmax/kernels/native.c", "setup.py", "pyproject.toml", "LICENSE", "CITATION.cff"} <= names
+    others = {name.split("/")[0] for name in names}
+    assert not others & {"tests", "benchmarks", "results", "docs", "examples", "runs", ".github"}
+    assert not [name for name in names if name.endswith((".so", ".pyc"))]
+
+
+@pytest.mark.slow
+def test_wheel_holds_the_package_and_its_compiled_part(wheel):
+    with zipfile.ZipFile(wheel) as file:
+        names = set(file.namelist())
+        metadata_file = next(n for n in names if n.endswith("dist-info/METADATA"))
+        metadata = Parser().parsestr(file.read(metadata_file).decode())
+    assert package_files() <= names
+    for name in ("py.typed", "recipes/table1.yaml", "report/templates/report.html", "completion.py"):
+        assert f"gsoftmax/{name}" in names
+    assert {name.split("/")[0] for name in names} == {"gsoftmax", metadata_file.split("/")[0]}
+    assert len([n for n in names if re.fullmatch(r"gsoftmax/kernels/_native\.[^/]*(so|pyd)", n)]) == 1
+    assert metadata["Version"] == gsoftmax.__version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == ">=3.10"
+    needed = [r for r in metadata.get_all("Requires-Dist") if "extra ==" not in r]
+    assert sorted(Requirement(r).name for r in needed) == ["numpy", "torch"]
+    assert metadata.get_payload().startswith("# gsoftmax")
+
+
+@pytest.mark.slow
+def test_loss_and_backward_in_an_empty_environment(programs, tmp_path):
+    loss, file, why = check(run(programs / "python", "-W", "error", "-c", LOSS, cwd=tmp_path)).splitlines()
+    assert Path(file).is_relative_to(programs.parent)
+    assert why == "''"  # the compiled kernel is there
+    assert 0 < float(loss) < 2
+
+
+@pytest.mark.slow
+def test_install_without_a_compiler_falls_back(sdist, programs, tmp_path):
+    wheel = build_wheel(sdist, tmp_path, CC="false", CXX="false", LDSHARED="false")
+    with zipfile.ZipFile(wheel) as file:
+        assert not [name for name in file.namelist() if name.endswith((".so", ".pyd"))]
+    plain = empty_environment(tmp_path / "environment", wheel)
+    loss, file, why = check(run(plain / "python", "-W", "error", "-c", LOSS, cwd=tmp_path)).splitlines()
+    assert Path(file).is_relative_to(plain.parent)
+    assert "was not built" in why
+    compiled = check(run(programs / "python", "-c", LOSS, cwd=tmp_path)).splitlines()[0]
+    assert float(loss) == pytest.approx(float(compiled), abs=2e-6)
+
+
+@pytest.mark.slow
+def test_commands_that_need_nothing_else(programs, tmp_path):
+    command = programs / "gsoftmax"
+    assert check(run(command, "--version", cwd=tmp_path)) == f"gsoftmax {gsoftmax.__version__}\n"
+    assert "GSoftmaxHead" in check(
+        run(programs / "python", "-c", "import gsoftmax; print(dir(gsoftmax))", cwd=tmp_path)
+    )
+    assert "lam=1.0" in check(run(command, "heads", cwd=tmp_path))
+    assert "folder:PATH" in check(run(command, "datasets", cwd=tmp_path))
+    assert "compare" in check(run(command, "completion", "bash", cwd=tmp_path))
+    for name in _commands(_parser()):
+        assert "usage: gsoftmax" in check(run(command, name, "--help", cwd=tmp_path))
+
+
+# what a command lacks, and the extra that has it
+LACKING = {
+    "compare digits": "train",
+    "compare cifar10-fast": "train",
+    "train digits --out digits": "train",
+    "train npz:table.npz --out table": "train",
+    "train wrn-cifar100-gsoftmax --smoke": "train",
+    "reproduce table1 --smoke": "train",
+    "recipes": "train",
+    "evaluate run": "train",
+    "analyze outputs.npz": "report",
+    "report run": "report",
+}
+
+
+@pytest.mark.slow
+def test_every_command_has_an_entry_or_needs_nothing():
+    nothing = {"datasets", "heads", "completion"}
+    assert {line.split()[0] for line in LACKING} | nothing == set(_commands(_parser()))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """A folder with what the commands are given: a table, outputs, and a run trained where everything is installed."""
+    folder = tmp_path_factory.mktemp("finished")
+    document(folder)
+    train.train(table_config(folder), folder / "run")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("line", "extra"), LACKING.items(), ids=LACKING)
+def test_a_missing_extra_is_one_line_that_says_what_to_install(line, extra, programs, finished, tmp_path):
+    here = shutil.copytree(finished, tmp_path / "here")
+    before = set(here.rglob("*"))
+    done = run(programs / "gsoftmax", *line.split(), cwd=here)
+    said = done.stderr.strip().splitlines()
+    assert (done.returncode, len(said)) == (2, 1), done.stdout + done.stderr
+    assert said[0].startswith("gsoftmax: ")
+    assert f"pip install 'gsoftmax[{extra}]'" in said[0]
+    assert set(here.rglob("*")) == before  # it is said before the work, not after it
