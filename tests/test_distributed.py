@@ -80,6 +80,40 @@ def _config(changes):
     return _changes([*OPTIONS, *changes])
 
 
+SHARDED = """
+import os, sys
+from gsoftmax import train
+from gsoftmax.cli import main
+argv = sys.argv[1:]
+assert main(argv) == 0
+os.rename("many/outputs.safetensors", "whole.safetensors") if os.environ["RANK"] == "0" else None
+train.EVALUATED_WHOLE = 5  # now nobody may put ten classes together
+sys.exit(main([*argv, "--resume"]))
+"""
+
+
+def test_classes_in_shards(tmp_path):
+    """Processes with some of the classes each train what one process trains; then measures that gather nothing."""
+    (tmp_path / "twice.py").write_text(SHARDED)
+    argv = ["train", "digits", *OPTIONS, "head=gsoftmax", "head_options.shard=class", "--out", "many"]
+    command = [*TORCHRUN, "3", "twice.py", *argv]
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    one = single(tmp_path, ["head=gsoftmax"])
+    a, b = load_file(tmp_path / "one" / "outputs.safetensors"), load_file(tmp_path / "whole.safetensors")
+    assert set(a) == set(b)
+    for name in ("x", "p", "mu", "sigma", "train_mean"):
+        assert (a[name].double() - b[name].double()).abs().max() < 2e-4 * a[name].abs().max(), name
+    last = load_file(tmp_path / "many" / "outputs.safetensors")
+    assert set(last) == {"y", "predicted"} and torch.equal(last["y"], a["y"])
+    assert (last["predicted"] == a["p"].argmax(1)).float().mean() > 0.99
+    result = runs.read_result(tmp_path / "many")
+    for key in ("error", "compactness", "separability", "ratio", "dprime"):
+        assert result[key] == pytest.approx(one[key], rel=1e-3), key
+    with pytest.raises(ValueError, match="head_options.shard=class needs processes: torchrun"):
+        single(tmp_path / "again", ["head=gsoftmax", "head_options.shard=class"])
+
+
 def test_a_checkpoint_of_two_processes_resumes_on_one_and_on_three(tmp_path):
     """Stopped by torchrun's own signal in the middle, with a mistake in between that every process must hear of."""
     short = [*OPTIONS, "head=gsoftmax", "epochs=4", "--out", "run"]
@@ -105,6 +139,19 @@ def test_a_checkpoint_of_two_processes_resumes_on_one_and_on_three(tmp_path):
     assert many["nll"] == pytest.approx(one["nll"], rel=1e-3)
     rows = [runs.read_rows(tmp_path / name) for name in ("one", "run")]
     assert [r["loss"] for r in rows[1][:-1]] == pytest.approx([r["loss"] for r in rows[0][:-1]], rel=1e-4)
+
+
+def test_states_travel_in_the_usual_order_of_memory():
+    """A weight in channels-last order that is sent as it lies arrives as another weight."""
+    config = Config(device="cpu")
+    parts = train.prepare(config, train.load_data(config), torch.device("cpu"))
+    parts.network(torch.randn(2, 1, 8, 8), torch.tensor([1, 2])).backward()
+    parts.optimizer.step()
+    held = [*parts.network.parameters(), *(s["momentum_buffer"] for s in parts.optimizer.state.values())]
+    assert not all(v.is_contiguous() for v in held)
+    state = parts.state()
+    sent = [*state["network"].values(), *(s["momentum_buffer"] for s in state["optimizer"]["state"].values())]
+    assert all(v.is_contiguous() for v in sent)
 
 
 def test_rows_come_back_in_order():

@@ -40,6 +40,7 @@ _ON_FIRST_USE = (
     "metrics",
     "recipes",
     "report",
+    "sharded",
     "significance",
     "torchmetrics",
     "train",

@@ -165,8 +165,7 @@ def attached_loss(
         else:
             model(inputs)
     finally:
-        if "forward" in head.__dict__:
-            del head.forward
+        vars(head).pop("forward", None)
     if len(taken) != 1:
         raise ValueError(
             f"forward of {type(model).__name__} called its head {len(taken)} times where attached_loss needs exactly "

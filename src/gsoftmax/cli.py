@@ -94,20 +94,29 @@ def _set_apart(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
-        where = f": {error.filename}" if error.filename else ""
-        return f"{error.strerror.lower()}{where}"
-    return str(error)
+        error = ValueError(error.strerror.lower() + (f": {error.filename}" if error.filename else ""))
+    first, *rest = str(error).splitlines() or [type(error).__name__]
+    more = "; `gsoftmax datasets` shows the layout" if any(line.startswith("  layout:") for line in rest) else ""
+    line = "".join(c if c.isprintable() else "\ufffd" for c in first)  # names must not steer a terminal
+    return (line if len(line) <= 600 else f"{line[:400]} ... {line[-150:]}") + more
+
+
+class _Parser(argparse.ArgumentParser):
+    """A mistake is one line, without the usage above it."""
+
+    def error(self, message: str) -> Any:
+        self.exit(2, f"{self.prog}: {_one_line(ValueError(message))}; {self.prog} --help says more\n")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="gsoftmax",
         description="Compare softmax, L-softmax and G-softmax, and measure how compact and how far apart classes are.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"gsoftmax {__version__}")
-    shared = argparse.ArgumentParser(add_help=False)
+    shared = _Parser(add_help=False)
     shared.add_argument("--debug", action="store_true", help="full traceback for an error")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
@@ -334,6 +343,8 @@ def _compare(args: argparse.Namespace) -> None:
         raise ValueError("compare starts its own processes, as many as --jobs says; torchrun is for gsoftmax train")
     if args.seeds < 1:
         raise ValueError(f"--seeds must be 1 or more, got {args.seeds}")
+    if args.jobs is not None and args.jobs < 1:
+        raise ValueError(f"--jobs must be 1 or more, got {args.jobs}")
     config = _config(args.what, args.changes)
     if config.threads == 0:
         # one thread a run: --jobs decides how many cores are busy, and results do not depend on it
@@ -393,11 +404,15 @@ def _evaluate(args: argparse.Namespace) -> None:
         ) from None
 
     from . import geometry, runs, train
+    from .outputs import open_outputs
 
     run = Path(args.run_folder)
     if runs.read_result(run) is None:
         raise ValueError(f"{run} holds no finished run: config.json, metrics.jsonl and outputs.safetensors are needed")
+    open_outputs(run)  # refuses what is damaged
     outputs = load_file(run / "outputs.safetensors")
+    if "p" not in outputs:
+        raise ValueError(f"{run / 'outputs.safetensors'} must hold x, p and y, got {', '.join(sorted(outputs))}")
     x, p, y = (outputs[k] for k in "xpy")
     multilabel = y.ndim == 2
     stats = geometry.ClassStatistics(p.shape[1], multilabel=multilabel).update(train.positive_outputs(x), y)
@@ -441,6 +456,8 @@ def _analyze(args: argparse.Namespace) -> None:
 def _report(args: argparse.Namespace) -> None:
     from . import report
 
+    if args.paper and args.runs:
+        raise ValueError(f"report takes run folders or --paper DIR, not both, got {args.runs[0]} and {args.paper}")
     if args.paper:
         tables, paths = report.write_paper_tables(args.paper, args.out or "paper-tables", _words(args.tables))
         print("\n\n".join(table.text() for table in tables), *paths, sep="\n")

@@ -122,10 +122,10 @@ def _run_missing(
 
 def _refuse_early(tasks: Sequence[Task], dataset: Any) -> None:
     """Heads that cannot be built on this data fail before anything is trained or written."""
-    from .train import build, build_optimizer, build_schedule, total_steps
+    from .train import build, build_optimizer, build_schedule, refuse
 
     for task in tasks:
-        total_steps(task.config, dataset)
+        refuse(task.config, dataset)
         build_schedule(task.config, max(task.config.epochs, 1))
         if not task.config.pretrained and task.config.weights is None:
             with torch.device("meta"):

@@ -25,6 +25,8 @@ RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("epochs", "threads", "workers", "evaluate_every", "checkpoint_every"), (0, math.inf)),
     **dict.fromkeys(("batch_size", "accumulate", "image_size"), (1, math.inf)),
     **dict.fromkeys(("lr", "weight_decay", "bias_lr", "feature_scale", "clip", "checkpoint_minutes"), (0, math.inf)),
+    "seed": (0, 2**63 - 1),
+    "threads": (0, 1024),  # the system refuses far more in ways that cannot be caught
     **dict.fromkeys(("momentum", "ema", "warmup", "label_smoothing"), (0, 1)),
 }
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
@@ -108,6 +110,12 @@ class Config:
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        if self.reduction not in (None, "mean", "sum", "batchmean"):
+            raise ValueError(f"reduction must be one of mean, sum, batchmean, got {self.reduction!r}")
+        if self.clip == 0:
+            raise ValueError("clip must be above 0, or none for no clipping, got 0")
+        if self.ema == 1:
+            raise ValueError("ema must be below 1, because the average would never move, got 1")
         if self.schedule.get("name") not in SCHEDULES:
             raise ValueError(f"schedule name must be one of {', '.join(SCHEDULES)}, got {self.schedule.get('name')!r}")
 
@@ -116,7 +124,9 @@ class Config:
         known = {f.name for f in dataclasses.fields(self)}
         new: dict[str, Any] = {}
         for key, value in changes.items():
-            name, _, inner = key.partition(".")
+            name, dot, inner = key.partition(".")
+            if dot and not inner:
+                raise ValueError(f"a name must follow the dot, got {key!r}")
             if name not in known:
                 close = difflib.get_close_matches(name, known, 1)
                 hint = f", did you mean {close[0]!r}" if close else ""
@@ -175,5 +185,5 @@ def parse_value(text: str) -> Any:
     """
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # also numbers of thousands of digits, and brackets without end
         return {"none": None, "None": None, "True": True, "False": False}.get(text, text)

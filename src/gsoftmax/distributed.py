@@ -8,6 +8,7 @@ batch; the first one (rank 0) writes the run folder.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -30,6 +31,7 @@ T = TypeVar("T")
 CONNECT = timedelta(minutes=1)
 # Afterwards the others may have to wait while rank 0 unpacks an archive or computes the metrics.
 ANSWER = timedelta(minutes=30)
+_joins = itertools.count()  # groups that this process has formed
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,8 @@ def joined(device: torch.device) -> Iterator[World]:
     try:
         store, rank, size = next(rendezvous("env://", timeout=CONNECT))
         # torchrun may keep its store when it starts the processes again: addresses of the dead must not be found in it
-        store = PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{size}", store)
+        # or of this process's own run before
+        store = PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{size}/{next(_joins)}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=CONNECT)
         _be_patient(None)
         yield World(dist.get_rank(), dist.get_world_size())
@@ -177,16 +180,6 @@ def is_sharded(tensor: Tensor | None) -> bool:
 def own_piece(tensor: Any) -> Tensor:
     """The part of a tensor that this process holds."""
     return (tensor.to_local() if is_sharded(tensor) else tensor).detach()
-
-
-def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> None:
-    """`nn.utils.clip_grad_norm_`, also where some of the parameters are sharded and some are not."""
-    found = [p for p in parameters if p.grad is not None]
-    kinds = [k for k in ([p for p in found if is_sharded(p) is sharded] for sharded in (False, True)) if k]
-    norms: list[Any] = [nn.utils.get_total_norm([p.grad for p in kind if p.grad is not None]) for kind in kinds]
-    norm = torch.stack([n.full_tensor() if is_sharded(n) else n for n in norms]).norm() if len(norms) > 1 else norms[0]
-    for kind in kinds:
-        nn.utils.clip_grads_with_norm_(kind, limit, norm)
 
 
 def total(values: Tensor, world: World) -> Tensor:

@@ -134,8 +134,10 @@ def _separability(mu: Tensor, sigma: Tensor) -> Tensor:
     return _sum_of_divergences(mu, sigma) / (4 * (mu.numel() - 1))
 
 
-def _sum_of_divergences(mu: Any, sigma: Any) -> Any:
-    """4 (m - 1) d of tensors or arrays (m,)."""
+def _sum_of_divergences(mu: Any, sigma: Any, m: int | None = None, total: Callable[[Any], Any] = lambda s: s) -> Any:
+    """4 (m - 1) d of tensors or arrays (m,).
+
+    Of m Gaussians spread over processes each gives its own, and `total` adds a number up over the processes."""
     # With v = sigma^2 and w = 1/v the logarithms of the symmetric sum cancel:
     #
     #     KL(i||j) + KL(j||i) = 1/2 [ v_i w_j + v_j w_i - 2 + (w_i + w_j)(mu_i - mu_j)^2 ],     0 for j = i,
@@ -156,15 +158,16 @@ def _sum_of_divergences(mu: Any, sigma: Any) -> Any:
     #     sum q = V/t^2 + W t^2 - 2m = 2G - 2m,                      so   v_i W + w_i V - 2m = G q_i + sum q.
     #
     # r is computed as (sigma - t)(sigma + t)/(sigma t): where sigma is close to t the subtraction is exact.
-    m = len(mu)
+    m = len(mu) if m is None else m
     w = 1 / (sigma * sigma)
-    W, V = w.sum(), (sigma * sigma).sum()
+    W, V = total(w.sum()), total((sigma * sigma).sum())
     t = (V / W) ** 0.25
     q = ((sigma - t) * (sigma + t) / (sigma * t)) ** 2
-    mu = mu - mu.mean()  # takes a common offset away; what rounding leaves of it is taken by c and c_w
-    from_c = (mu - mu.mean()) ** 2
-    from_c_w = (mu - (w * mu).sum() / W) ** 2
-    return (V * W) ** 0.5 * q + q.sum() + W * from_c_w + (w * from_c_w).sum() + w * (m * from_c + from_c.sum())
+    mu = mu - total(mu.sum()) / m  # takes a common offset away; what rounding leaves of it is taken by c and c_w
+    from_c = (mu - total(mu.sum()) / m) ** 2
+    from_c_w = (mu - total((w * mu).sum()) / W) ** 2
+    constant = total(q.sum()) + total((w * from_c_w).sum())
+    return (V * W) ** 0.5 * q + constant + W * from_c_w + w * (m * from_c + total(from_c.sum()))
 
 
 def _pair_separability(mu1: Tensor, sigma1: Tensor, mu2: Tensor, sigma2: Tensor) -> Tensor:
@@ -295,6 +298,7 @@ class ClassStatistics:
         # below 2^53 are exact. Rows are classes plus one spare row, where left-out entries go: it stays at count 0 and
         # is never read. A class has a mean per output and one count for all (full table), or a mean and a count for its
         # own Gaussian and for the others' (pooled, multi-label).
+        self._outputs = num_classes  # columns of x; fewer where the classes are spread over processes
         self._columns = 2 if self.multilabel or self.pooled else num_classes
         self._counts = 2 if self.multilabel or self.pooled else 1
         self._table: Tensor | None = None  # (m + 1, counts + 2 columns), on the device of the first x
@@ -310,7 +314,7 @@ class ClassStatistics:
         x, y = self._flat(x, y)
         self._table = self._allocated(x.device)
         x, y = x.to(self._table.device), y.to(self._table.device)
-        images = max(1, _CHUNK // self.num_classes)
+        images = max(1, _CHUNK // max(1, self._outputs))
         for part, labels in zip(x.split(images), y.split(images), strict=True):
             if part.shape[0]:
                 batch = self._multilabel_moments if self.multilabel else self._grouped_moments
@@ -356,17 +360,17 @@ class ClassStatistics:
         """x as (N, C) and y as (N,) or (N, C), checked."""
         x = x.detach() if isinstance(x, Tensor) else torch.as_tensor(np.asarray(x))
         y = y.detach() if isinstance(y, Tensor) else torch.as_tensor(np.asarray(y))
-        m = self.num_classes
+        m, outputs = self.num_classes, self._outputs
         if not x.is_floating_point():
             raise TypeError(f"x must be floating point, got {x.dtype}")
-        if x.ndim < 2 or x.shape[1] != m:
-            raise ValueError(f"x must have the shape (N, {m}) or (N, {m}, d1, ...), got {tuple(x.shape)}")
+        if x.ndim < 2 or x.shape[1] != outputs:
+            raise ValueError(f"x must have the shape (N, {outputs}) or (N, {outputs}, d1, ...), got {tuple(x.shape)}")
         expected = x.shape if self.multilabel else x.shape[:1] + x.shape[2:]
         if y.shape != expected:
             raise ValueError(f"y must have the shape {tuple(expected)} beside x {tuple(x.shape)}, got {tuple(y.shape)}")
         if not self.multilabel and (y.is_floating_point() or y.is_complex() or y.dtype == torch.bool):
             raise TypeError(f"y must hold integer class indices, got {y.dtype}")
-        x = x.movedim(1, -1).reshape(-1, m)
+        x = x.movedim(1, -1).reshape(y.numel() // (m if self.multilabel else 1), outputs)
         y = y.movedim(1, -1).reshape(-1, m) if self.multilabel else y.reshape(-1).long()
         ignored = y == self.ignore_index
         if y.device.type == "cpu":
@@ -395,7 +399,7 @@ class ClassStatistics:
         ignored = (y == m)[:, None]
         x = x[order].double().masked_fill_(ignored, 0.0)  # (batch, classes)
         if self.pooled:
-            x, within, weight = _own_and_impostors(x, y.clamp(max=m - 1))  # (batch, 2) twice, (2,)
+            x, within, weight = self._pool(x, y.clamp(max=m - 1))  # (batch, 2) each
             x, within = x.masked_fill_(ignored, 0.0), within.masked_fill_(ignored, 0.0)
         # Images of one class are neighbours now and form a group; there are at most `slots` of them.
         group = torch.zeros_like(y)
@@ -414,9 +418,12 @@ class ClassStatistics:
         squares = x.sub_(mean[group]).square_()
         if self.pooled:
             squares = weight * squares + within
-            n = n * weight
+            n = n * weight[first]
         m2 = zero.index_put_((group,), squares, accumulate=True)
         return rows, torch.cat([n, pivot + mean, m2], dim=1)
+
+    def _pool(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return _own_and_impostors(x, y)
 
     def _multilabel_moments(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """All rows, and the moments of N+ (column 0) and N- (column 1) of every label in the batch."""
@@ -554,13 +561,8 @@ class ClassStatistics:
     def _read(self) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
         """The five measures, and what may stand in their way, (m,) each: the own count, the others' count, the own std,
         the first output whose std is 0 (or -1), whether anything is not finite."""
-        n, mean, m2 = self._state()
-        rows = max(1, _BLOCK // self._columns)
-        blocks = [
-            self._read_rows(start, n[start : start + rows], mean[start : start + rows], m2[start : start + rows])
-            for start in range(0, self.num_classes, rows)
-        ]
-        own_std, divergence, dprime, nearest, constant, broken = (torch.cat(part) for part in zip(*blocks, strict=True))
+        n = self._state()[0]
+        own_std, divergence, dprime, nearest, constant, broken = self._scan()
         own_count = n[:, 0]
         other_count = n[:, 0] * (self.num_classes - 1) if self._form == 0 else n[:, 1]
         own = (own_count >= 2) & (own_std > 0) & ~broken
@@ -576,6 +578,16 @@ class ClassStatistics:
             "dprime": torch.where(others, dprime, torch.nan),
         }
         return measures, (own_count.long(), other_count.long(), own_std, constant, broken)
+
+    def _scan(self) -> tuple[Tensor, ...]:
+        """`_read_rows` of all classes, a block of rows at a time."""
+        n, mean, m2 = self._state()
+        rows = max(1, _BLOCK // self._columns)
+        blocks = [
+            self._read_rows(start, n[start : start + rows], mean[start : start + rows], m2[start : start + rows])
+            for start in range(0, self.num_classes, rows)
+        ]
+        return tuple(torch.cat(part) for part in zip(*blocks, strict=True))
 
     def _read_rows(self, start: int, n: Tensor, mu: Tensor, m2: Tensor) -> tuple[Tensor, ...]:
         """(rows,) each, of the classes from `start` on: own std, mean divergence from the impostors, mean d', distance
@@ -605,7 +617,7 @@ class ClassStatistics:
 
 def _own_and_impostors(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Each image's own output beside the mean of its impostor outputs, (batch, 2); the squared distances of the outputs
-    behind each from it, (batch, 2); and how many outputs stand behind each, (2,)."""
+    behind each from it, (batch, 2); and how many outputs stand behind each, (batch, 2)."""
     impostors = x.shape[1] - 1
     own = x.gather(1, y[:, None])
     rest = x.scatter(1, y[:, None], 0.0)
@@ -614,7 +626,7 @@ def _own_and_impostors(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     mean = (rest - pivot).scatter_(1, y[:, None], 0.0).sum(1, keepdim=True) / max(impostors, 1)
     m2 = (rest - pivot - mean).scatter_(1, y[:, None], 0.0).square().sum(1, keepdim=True)
     weight = torch.cat([x.new_ones(1), x.new_full((1,), impostors)])
-    return torch.cat([own, pivot + mean], 1), torch.cat([torch.zeros_like(own), m2], 1), weight
+    return torch.cat([own, pivot + mean], 1), torch.cat([torch.zeros_like(own), m2], 1), weight.expand(len(x), 2)
 
 
 def _chan(a: Tensor, b: Tensor, counts: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from . import functional
 from .gaussians import GaussianLogits, param_groups
+from .kernels import IMPLS
 from .losses import _check_choice, by_sign, split_outputs, spread_over_outputs
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from .sharded import ClassShard
 
 
 class SoftmaxHead(nn.Module):
@@ -23,6 +29,9 @@ class SoftmaxHead(nn.Module):
     absence first, or (N, L) for "msml", and `predict_proba` gives p+ (N, L).
 
     The parameters are `weight` (outputs, in_features) and `bias`, as in `nn.Linear`.  h: (..., in_features).
+
+    shard="class" splits the classes over the processes of `mesh`; see `gsoftmax.sharded` for it and for the options
+    that go with it, negatives, seed and averaged.
 
     >>> head = SoftmaxHead(16, 10)
     >>> h, target = torch.zeros(4, 16), torch.tensor([1, 2, 3, 4])
@@ -38,19 +47,34 @@ class SoftmaxHead(nn.Module):
         bias: bool = True,
         form: str | None = None,
         impl: str = "auto",
+        shard: str | None = None,
+        mesh: DeviceMesh | None = None,
+        negatives: int | None = None,
+        seed: int = 0,
+        averaged: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if form is not None:
             _check_choice("form", form, functional.MULTILABEL_FORMS)
+        if not isinstance(bias, bool):
+            raise ValueError(f"bias must be True or False, got {bias!r}")
+        _check_choice("impl", impl, IMPLS)
         self.in_features = in_features
         self.num_classes = num_classes
         self.form = form
         self.impl = impl
         self.out_features = num_classes if form in (None, "msml") else 2 * num_classes
-        self.weight = nn.Parameter(torch.empty(self.out_features, in_features, device=device, dtype=dtype))
+        self.weight: nn.Parameter
         self.bias: nn.Parameter | None
+        self.shard: ClassShard | None = None
+        if shard is not None or mesh is not None or negatives is not None:
+            from . import sharded  # late: most heads are whole
+
+            sharded.set_up(self, shard, mesh, negatives, seed, averaged, bias, device, dtype)
+            return
+        self.weight = nn.Parameter(torch.empty(self.out_features, in_features, device=device, dtype=dtype))
         self.register_parameter(
             "bias", nn.Parameter(torch.empty(self.out_features, device=device, dtype=dtype)) if bias else None
         )
@@ -58,23 +82,34 @@ class SoftmaxHead(nn.Module):
 
     def reset_parameters(self) -> None:
         """As `nn.Linear`: uniform within 1 / sqrt(in_features)."""
+        if self.shard is not None:
+            return self.shard.reset_parameters(self)
         bound = 1 / math.sqrt(self.in_features)
         for parameter in (self.weight, self.bias):
             if parameter is not None:
                 nn.init.uniform_(parameter, -bound, bound)
 
     def features(self, h: Tensor) -> Tensor:
-        """x, the raw outputs: (..., classes), or (N, 2, L) for a multi-label form of two outputs."""
+        """x, the raw outputs: (..., classes), or (N, 2, L) for a multi-label form of two outputs.
+
+        Of a head with sharded classes x, z and p are DTensors (rows of all processes, classes), each process holding
+        the columns of its own classes."""
+        if self.shard is not None:
+            return self.shard.outputs(self, h, adjusted=False)
         x = F.linear(h, self.weight, self.bias)
         return x if self.form in (None, "msml") else x.view(-1, 2, self.num_classes)
 
     def forward(self, h: Tensor, target: Tensor | None = None) -> Tensor:
         """z, the adjusted outputs.  `target` matters only to a head with a margin."""
+        if self.shard is not None:
+            return self.shard.outputs(self, h)
         return self.features(h)
 
     def loss(self, h: Tensor, target: Tensor, **options: Any) -> Tensor:
         """The training loss.  Options: class_weight, ignore_index, reduction, label_smoothing; for a multi-label form
         those of `multilabel_cross_entropy`."""
+        if self.shard is not None:
+            return self.shard.loss(self, h, target, **options)
         if self.form is not None:
             z_pos, z_neg = split_outputs(self(h), self.num_classes, self.form)
             return functional.multilabel_cross_entropy(z_pos, z_neg, target, form=self.form, **options)
@@ -84,11 +119,32 @@ class SoftmaxHead(nn.Module):
 
     def predict_proba(self, h: Tensor) -> Tensor:
         """p (..., classes), or p+ (N, L) for a multi-label form."""
+        if self.shard is not None:
+            return self.shard.predict_proba(self, h)
         z = self(h)
         if self.form is None:
             return torch.softmax(z, -1)
         z_pos, z_neg = split_outputs(z, self.num_classes, self.form)
         return functional.multilabel_probabilities(z_pos, z_neg, form=self.form)
+
+    @torch.no_grad()
+    def predict(self, h: Tensor) -> Tensor:
+        """The class with the largest z of every row of h, (...); of the first such class, if several tie."""
+        return self.topk(h, 1)[1].squeeze(-1)
+
+    @torch.no_grad()
+    def topk(self, h: Tensor, k: int = 5) -> tuple[Tensor, Tensor]:
+        """The k largest z of every row of h and their classes, largest first, (..., k) each."""
+        if self.form is not None:
+            raise ValueError(f"topk is for one label an example, got form={self.form!r}")
+        if not 1 <= k <= self.num_classes:
+            raise ValueError(f"k must lie between 1 and the {self.num_classes} classes, got {k!r}")
+        if self.shard is not None:
+            return self.shard.topk(self, h, k)
+        z = self(h)
+        if k > 1:
+            return tuple(z.topk(k, -1))
+        return tuple(z.max(-1, keepdim=True))  # the first of equals, which topk does not promise
 
     def param_groups(self, *, lr: float, weight_decay: float = 0.0) -> list[dict[str, Any]]:
         """See `gsoftmax.param_groups`."""
@@ -98,6 +154,8 @@ class SoftmaxHead(nn.Module):
         text = f"{self.in_features}, {self.num_classes}"
         if self.bias is None:
             text += ", bias=False"
+        if self.shard is not None:
+            text += f", {self.shard}"
         return text if self.form is None else f"{text}, form={self.form!r}"
 
 
@@ -125,23 +183,27 @@ class GSoftmaxHead(SoftmaxHead):
         bias: bool = True,
         form: str | None = None,
         impl: str = "auto",
+        shard: str | None = None,
+        mesh: DeviceMesh | None = None,
+        negatives: int | None = None,
+        seed: int = 0,
+        averaged: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **gaussian_options: Any,
     ) -> None:
-        super().__init__(in_features, num_classes, bias=bias, form=form, impl=impl, device=device, dtype=dtype)
+        super().__init__(
+            in_features, num_classes, bias=bias, form=form, impl=impl, shard=shard, mesh=mesh, negatives=negatives,
+            seed=seed, averaged=averaged, device=device, dtype=dtype,
+        )  # fmt: skip
         if form is not None:
             mu, sigma = (spread_over_outputs(v, num_classes, form) for v in (mu, sigma))
-        self.gaussians = GaussianLogits(
-            self.out_features,
-            lam=lam,
-            mu=mu,
-            sigma=sigma,
-            gaussians=gaussians,
-            device=device,
-            dtype=dtype,
-            **gaussian_options,
-        )
+        options = dict(gaussian_options, lam=lam, mu=mu, sigma=sigma, gaussians=gaussians, device=device, dtype=dtype)
+        self.gaussians: GaussianLogits
+        if self.shard is not None:
+            self.gaussians = self.shard.gaussians(**options)
+        else:
+            self.gaussians = GaussianLogits(self.out_features, **options)
 
     def reset_parameters(self) -> None:
         """Linear layer as `nn.Linear`, Gaussians at their initial values."""
@@ -149,11 +211,13 @@ class GSoftmaxHead(SoftmaxHead):
         self.gaussians.reset_parameters()
 
     def forward(self, h: Tensor, target: Tensor | None = None) -> Tensor:
+        if self.shard is not None:
+            return self.shard.outputs(self, h)
         x = self.features(h)
         return self.gaussians(x.reshape(-1, self.out_features)).view(x.shape)
 
     def loss(self, h: Tensor, target: Tensor, **options: Any) -> Tensor:
-        if self.form is not None:
+        if self.form is not None or self.shard is not None:
             return super().loss(h, target, **options)
         g = self.gaussians
         if g.gaussians == "tracked" and self.training:
@@ -191,6 +255,9 @@ class GSoftmaxHead(SoftmaxHead):
     def fit_gaussians(self, batches: Iterable[Any]) -> GSoftmaxHead:
         """See `GaussianLogits.fit_gaussians`: batches of h."""
         rows = (batch[0] if isinstance(batch, (tuple, list)) else batch for batch in batches)
+        if self.shard is not None:
+            self.shard.fit_gaussians(self, rows)
+            return self
         with torch.no_grad():
             self.gaussians.fit_gaussians(self.features(h).reshape(-1, self.out_features) for h in rows)
         return self

@@ -94,7 +94,10 @@ class RunFolder:
             reason = "its content does not match its name"
             if path.stem.rpartition("-")[2] == checksum(path):
                 try:
-                    return torch.load(path, map_location="cpu", weights_only=True)
+                    state = torch.load(path, map_location="cpu", weights_only=True)
+                    if isinstance(state, dict) and all(type(state.get(k)) is int for k in ("epoch", "batch")):
+                        return state
+                    reason = "it does not say how far its run was"
                 except Exception as error:  # whatever a foreign file makes of the reader
                     reason = str(error).splitlines()[0]
             warnings.warn(f"checkpoint {path} was passed over: {reason}", stacklevel=2)

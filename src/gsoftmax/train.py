@@ -38,6 +38,7 @@ from .runs import RunFolder
 HEADS: dict[str, type[nn.Module]] = {"softmax": SoftmaxHead, "lsoftmax": LSoftmaxHead, "gsoftmax": GSoftmaxHead}
 AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 ALONE = World()
+EVALUATED_WHOLE = 1 << 15  # a head with more classes in shards is never put together
 
 
 class Diverged(RuntimeError):
@@ -82,8 +83,8 @@ def find_head(name: str) -> type[nn.Module]:
     sys.path.append(here)  # last, as `python -m gsoftmax` would have it first: a module of one's own is found here
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"head {name!r} cannot be imported: {error}") from None
+    except Exception as error:  # a module may fail in any way while it is imported
+        raise ValueError(f"head {name!r} cannot be imported: {str(error) or type(error).__name__}") from error
     finally:
         sys.path.remove(here)
     missing = [m for m in ("features", "loss", "predict_proba") if not callable(getattr(found, m, None))]
@@ -115,9 +116,21 @@ def pick_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
+        if device.type == "meta":
+            raise RuntimeError("it holds no numbers")
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
     return device
+
+
+def refuse(config: Config, dataset: data_room.Dataset) -> None:
+    """What would go wrong later goes wrong now, before anything is written."""
+    total_steps(config, dataset)
+    dataset.split(config.evaluate_on)
+    if config.augment is not None:
+        data_room.Augment.parse(config.augment)
+    if config.weights is not None:
+        backbones.read_state_dict(config.weights)
 
 
 def total_steps(config: Config, dataset: data_room.Dataset) -> tuple[int, int]:
@@ -131,18 +144,30 @@ def total_steps(config: Config, dataset: data_room.Dataset) -> tuple[int, int]:
     return batches, -(-batches // config.accumulate) * config.epochs
 
 
-def build(config: Config, dataset: data_room.Dataset) -> Network:
+def build(config: Config, dataset: data_room.Dataset, device: torch.device | None = None) -> Network:
     """Backbone and head with their initial weights, each from its own stream of the seed."""
     name = config.backbone or {"images": "cnn", "table": "mlp", "files": "resnet101"}[dataset.kind]
     torch.manual_seed(mix(config.seed, 1))
-    backbone = backbones.create(
-        name,
-        input_shape=dataset.input_shape,
-        pool=config.pool,
-        pretrained=config.pretrained,
-        weights=config.weights,
-        **config.backbone_options,
-    )
+    try:
+        backbone = backbones.create(
+            name,
+            input_shape=dataset.input_shape,
+            pool=config.pool,
+            pretrained=config.pretrained,
+            weights=config.weights,
+            **config.backbone_options,
+        )
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(f"backbone_options of {name}: {str(error).splitlines()[0]}") from None
+    torch.manual_seed(mix(config.seed, 2))
+    features: Any = backbone.num_features
+    return Network(backbone, build_head(config, dataset, features, device), config.feature_scale)
+
+
+def build_head(
+    config: Config, dataset: data_room.Dataset, features: int, device: torch.device | None = None, whole: bool = False
+) -> nn.Module:
+    """The configured head; `whole` makes one without shards of a head whose classes are sharded."""
     cls, options = find_head(config.head), dict(config.head_options)
     if dataset.multilabel:
         options.setdefault("form", "paired")
@@ -150,16 +175,22 @@ def build(config: Config, dataset: data_room.Dataset) -> Network:
         raise ValueError(
             f"form={options['form']!r} is for multi-label data, and {dataset.name} has one label an example"
         )
+    if whole:
+        options = {k: v for k, v in options.items() if k not in ("shard", "mesh", "negatives", "seed", "averaged")}
+    elif options.get("shard") is not None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ValueError(
+                f"head_options.shard={options['shard']} needs processes: torchrun --nproc-per-node K -m gsoftmax train"
+            )
+        options["device"] = device
     if issubclass(cls, LSoftmaxHead):
         # the margin is fully there when nine tenths of the training are over
         options.setdefault("anneal_steps", max(1, round(0.9 * total_steps(config, dataset)[1] * config.accumulate)))
-    torch.manual_seed(mix(config.seed, 2))
     try:
-        head = cls(backbone.num_features, dataset.num_classes, **options)
-    except TypeError as error:
+        return cls(features, dataset.num_classes, **options)
+    except (TypeError, RuntimeError) as error:
         accepted = [p for p in inspect.signature(cls).parameters][2:]
         raise ValueError(f"head {config.head!r}: {error}; options are {', '.join(accepted)}") from None
-    return Network(backbone, head, config.feature_scale)
 
 
 def build_schedule(config: Config, length: int) -> schedules.Schedule:
@@ -178,7 +209,7 @@ def build_schedule(config: Config, length: int) -> schedules.Schedule:
             schedule = getattr(schedules, name)(float(options.pop("a")), float(options.pop("b")), max(length, 1))
         if options:
             raise ValueError(f"unknown options {', '.join(options)}")
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"needs {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"schedule {name!r}: {reason}") from None
     return functools.partial(_warm, schedule, config.warmup * length)
@@ -268,6 +299,7 @@ def _train(
     batches, _ = total_steps(config, dataset)
     per_step = config.schedule_every == "step"
     options, amp = loss_options(config, dataset), _autocast(config, device)
+    in_shards = _has_shards(parts.network)
     at = Position() if watch is None else _go_on(parts, folder, world)
     clock_start = time.perf_counter() - at.seconds
 
@@ -286,7 +318,8 @@ def _train(
         for i, (inputs, target) in enumerate(_train_batches(dataset, config, epoch, world, at.batch), at.batch + 1):
             torch.manual_seed(mix(config.seed, 3, epoch, i, *([world.rank] if world.rank else [])))  # dropout
             step = i % config.accumulate == 0 or i == batches
-            weight = world.size * _share_of_loss(config, len(target), world)
+            # a head with its classes in shards gives the loss of the whole batch on every process
+            weight = 1.0 if in_shards else world.size * _share_of_loss(config, len(target), world)
             with nullcontext() if step else parts.no_sync():
                 with amp():
                     loss = parts.loss(inputs, target, **options)
@@ -302,7 +335,7 @@ def _train(
                 parts.mean_gradients(world)
             if config.clip is not None:
                 parts.scaler.unscale_(parts.optimizer)
-                distributed.clip_gradients(parts.network.parameters(), config.clip)
+                _clip(parts.network, config.clip)
             parts.scaler.step(parts.optimizer)
             parts.scaler.update()
             parts.optimizer.zero_grad(set_to_none=True)
@@ -339,7 +372,7 @@ def _train(
     seconds = time.perf_counter() - clock_start
     best = parts.evaluated(world)
     result, outputs = evaluate(best, dataset, config, config.evaluate_on, world)
-    if config.train_geometry:
+    if config.train_geometry and "x" in outputs:
         stats = class_statistics(best, dataset, config, "train", world)
         result |= {f"train_{k}": v for k, v in stats.geometry().average().items()}
         if dataset.num_classes <= 1000:  # what the report draws the training set's Gaussians from; 16 MB at most
@@ -392,8 +425,8 @@ class Parts:
 
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = {
-            "network": get_model_state_dict(self.network, options=options),
-            "optimizer": get_optimizer_state_dict(self.network, self.optimizer, options=options),
+            "network": _plain(get_model_state_dict(self.network, options=options)),
+            "optimizer": _plain(get_optimizer_state_dict(self.network, self.optimizer, options=options)),
             "steps": self.scheduler.last_epoch,  # of the schedule, which is a function of them
             "scaler": self.scaler.state_dict(),
         }
@@ -422,15 +455,23 @@ class Parts:
             self.average.load_state_dict(rest["average"])
 
 
+def _plain(state: Any) -> Any:
+    """The same with every tensor in the usual order of memory: as such it is sent from process to process."""
+    if isinstance(state, dict):
+        return {k: _plain(v) for k, v in state.items()}
+    return state.contiguous() if isinstance(state, Tensor) else state
+
+
 def prepare(config: Config, dataset: data_room.Dataset, device: torch.device, world: World = ALONE) -> Parts:
     """Network, optimiser and schedule at the start of a run, spread over the processes."""
+    refuse(config, dataset)
     _, steps = total_steps(config, dataset)
     if world.size > config.batch_size:
         raise ValueError(
             f"batch_size must be at least the number of processes, {world.size}, because they share it, "
             f"got {config.batch_size}"
         )
-    network = build(config, dataset).to(device)
+    network = build(config, dataset, device).to(device)
     if config.channels_last and not (world.size > 1 and config.parallel == "fsdp"):  # which takes plain strides only
         network = network.to(memory_format=torch.channels_last)
     if hasattr(network.backbone, "init_whiten"):
@@ -442,13 +483,19 @@ def prepare(config: Config, dataset: data_room.Dataset, device: torch.device, wo
         network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
     alone: list[nn.Parameter] = []
     wrapped: Any = network
+    sharded_head = _has_shards(network)
+    if config.ema and world.size > 1 and (sharded_head or config.parallel == "fsdp"):
+        raise ValueError(f"ema must be 0 with parallel=fsdp and with classes in shards, got {config.ema}")
     if world.size > 1 and config.parallel == "fsdp":
-        if config.ema:
-            raise ValueError(f"ema must be 0 with parallel=fsdp, got {config.ema}")
         _shard_backbone(network, device)
-        alone = list(network.head.parameters())
+        alone = [] if sharded_head else list(network.head.parameters())
     average = _average(network, config.ema)
     if world.size > 1 and config.parallel == "ddp":
+        if sharded_head:  # whose gradients are those of all processes already
+            held = [name for name, _ in (*network.named_parameters(), *network.named_buffers())]
+            nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+                network, [name for name in held if name.startswith("head.")]
+            )
         wrapped = nn.parallel.DistributedDataParallel(network, device_ids=[device] if device.type == "cuda" else None)
     optimizer = build_optimizer(config, network)
     length = steps if config.schedule_every == "step" else config.epochs
@@ -477,6 +524,20 @@ def _shard_backbone(network: Network, device: torch.device) -> None:
     fully_shard(network.backbone, mesh=mesh)
 
 
+def _has_shards(network: Network) -> bool:
+    """Whether every process has some of the head's classes."""
+    return getattr(network.head, "shard", None) is not None
+
+
+def _clip(network: nn.Module, limit: float) -> None:
+    if any(distributed.is_sharded(p) for p in network.parameters()):
+        from .sharded import clip_grad_norm_
+
+        clip_grad_norm_(network.parameters(), limit)
+    else:
+        nn.utils.clip_grad_norm_(network.parameters(), limit)
+
+
 def _share_of_loss(config: Config, rows: int, world: World) -> float:
     """What this process's loss is multiplied by so that the sum over all is the loss of the whole batch."""
     return 1.0 if world.size == 1 or config.reduction == "sum" else rows / config.batch_size
@@ -493,7 +554,13 @@ def _go_on(parts: Parts, folder: RunFolder | None, world: World) -> Position:
     found = distributed.by_the_first(world, read)
     if found is None:
         return Position()
-    parts.load(state, world)
+    try:
+        parts.load(state, world)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        if world.size > 1:  # another process may be the reason, or may hear of it in this way
+            raise
+        where = "" if folder is None else f" {folder.newest()}"
+        raise ValueError(f"checkpoint{where} is not one of this run: {str(error).split(chr(10))[0]}") from None
     losses = torch.tensor(found.pop("losses"), dtype=torch.float64)
     return Position(losses=list(losses if world.first else torch.zeros_like(losses)), **found)
 
@@ -597,8 +664,29 @@ def collect(
 
     The head works in float64, so that no probability rounds to 0 or 1.
     """
+    head = _whole_head(network, dataset, config).double()
+    for h, y in _features(network, dataset, config, part, world):
+        h = h.double()
+        yield head.features(h).float(), head.predict_proba(h), y
+
+
+def _whole_head(network: Network, dataset: data_room.Dataset, config: Config) -> Any:
+    """A copy of the head, with all classes in it."""
+    if not _has_shards(network):
+        return copy.deepcopy(network.head)
+    head = build_head(config, dataset, network.head.in_features, whole=True).to(network.head.weight.device)
+    found = network.head.state_dict()
+    head.load_state_dict(
+        {k: v.full_tensor() if distributed.is_sharded(v) else v for k, v in found.items() if k != "draws"}
+    )
+    return head.eval()
+
+
+def _features(
+    network: Network, dataset: data_room.Dataset, config: Config, part: str, world: World
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """h and y of this process's share of a split, batch by batch."""
     network.eval()
-    head = copy.deepcopy(network.head).double()
     device = next(network.parameters()).device
     batches = data_room.eval_batches(
         dataset,
@@ -611,8 +699,7 @@ def collect(
     for inputs, y in batches:
         with _autocast(config, device)():
             h = network.h(inputs)
-        h = h.double()
-        yield head.features(h).float(), head.predict_proba(h), y
+        yield h, y
 
 
 def _evaluated_at_once(dataset: data_room.Dataset, config: Config) -> int:
@@ -626,13 +713,16 @@ def evaluate(
 
     Every process sees its share of the rows; rank 0 computes the metrics of all of them and holds the outputs.
     """
+    if _has_shards(network) and dataset.num_classes > EVALUATED_WHOLE:
+        return _evaluate_shards(network, dataset, config, part, world)
     found = zip(*collect(network, dataset, config, part, world), strict=True)
     rows = torch.arange(len(dataset.split(part))).split(_evaluated_at_once(dataset, config))
     shares = [torch.cat([piece.tensor_split(world.size)[rank] for piece in rows]) for rank in range(world.size)]
     x, p, y = (distributed.gather_rows(torch.cat(parts).cpu(), shares, world) for parts in found)
     outputs = {"x": x, "p": p, "y": y}
+    head = _whole_head(network, dataset, config)
     for name in ("mu", "sigma"):
-        if isinstance(value := getattr(network.head, name, None), Tensor):
+        if isinstance(value := getattr(head, name, None), Tensor):
             outputs[name] = value.detach().float().cpu().clone()
 
     def numbers() -> dict[str, float]:
@@ -641,6 +731,26 @@ def evaluate(
         return score(x, p, y, dataset.multilabel) | stats.geometry().average()
 
     return distributed.by_the_first(world, numbers), outputs
+
+
+def _evaluate_shards(
+    network: Network, dataset: data_room.Dataset, config: Config, part: str, world: World
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Error and class geometry where nobody could hold the outputs of all classes; labels and predictions are kept."""
+    from . import sharded
+
+    head, stats = network.head, sharded.ClassStatistics(network.head)
+    found = []
+    with torch.no_grad():
+        for h, y in _features(network, dataset, config, part, world):
+            h = h.to(head.weight.dtype)
+            stats.update(head.features(h), y)
+            found.append((head.predict(h), y))
+    rows = torch.arange(len(dataset.split(part))).split(_evaluated_at_once(dataset, config))
+    shares = [torch.cat([piece.tensor_split(world.size)[rank] for piece in rows]) for rank in range(world.size)]
+    predicted, y = (distributed.gather_rows(torch.cat(v).cpu(), shares, world) for v in zip(*found, strict=True))
+    error = distributed.by_the_first(world, lambda: float((predicted != y).double().mean()))
+    return {"error": error} | stats.geometry().average(), {"y": y, "predicted": predicted}
 
 
 def class_statistics(

@@ -21,9 +21,17 @@ from .resnet9 import ResNet9
 from .small import MLP, SmallCNN
 from .vgg import VGG16
 from .wide_resnet import WideResNet
-from .zoo import load_weights, nearest, timm_backbone, timm_names, torchvision_backbone, torchvision_names
+from .zoo import (
+    load_weights,
+    nearest,
+    read_state_dict,
+    timm_backbone,
+    timm_names,
+    torchvision_backbone,
+    torchvision_names,
+)
 
-__all__ = ["available", "create", "load_weights"]
+__all__ = ["available", "create", "load_weights", "read_state_dict"]
 
 DESCRIPTIONS = {
     "cnn": "small CNN for small images (digits 8x8, mosaics 16x16, colour up to 64x64)",

@@ -1,0 +1,736 @@
+"""Nothing that is read can run code, leave its folder or take memory it has no bytes for; names stay text on the page.
+
+The pickles, archives and images of datasets are in test_data_safety.py; here are checkpoints, weights, outputs,
+recipes, heads, the page and the tables, and a look at the source itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import hashlib
+import io
+import json
+import os
+import pickle
+import re
+import shutil
+import struct
+import sys
+import tarfile
+import tracemalloc
+import warnings
+import zipfile
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import gsoftmax
+from gsoftmax import backbones, cli, data, recipes, report, train
+from gsoftmax.analyze import analyze
+from gsoftmax.compare import SINGLE
+from gsoftmax.config import Config
+from gsoftmax.data import cifar
+from gsoftmax.outputs import open_outputs
+from gsoftmax.report import page, tables
+
+SOURCE = Path(gsoftmax.__file__).parent
+
+
+class Runs:
+    """Pickles to a call of `function(*arguments)`."""
+
+    def __init__(self, function, *arguments):
+        self.call = (function, arguments)
+
+    def __reduce__(self):
+        return self.call
+
+
+class Module(torch.nn.Module):
+    """A module with the payload in its state: what torch.save of a whole model looks like."""
+
+    def __init__(self, payload):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2))
+        self.payload = payload
+
+
+@pytest.fixture
+def marker(tmp_path):
+    """A file that only a payload would write; it must not be there when the test ends."""
+    path = tmp_path / "marker"
+    yield path
+    assert not path.exists()
+
+
+def payloads(marker: Path) -> dict[str, object]:
+    touch = f"open({str(marker)!r}, 'w').close()"
+    return {
+        "system": Runs(os.system, f"touch {marker}"),
+        "exec": Runs(exec, touch),
+        "eval": Runs(eval, touch),
+        "mkdir": Runs(os.mkdir, str(marker)),
+        "nested": {"a": [{"b": (Runs(os.system, f"touch {marker}"),)}]},
+        "beside tensors": {"network": {"weight": torch.zeros(3)}, "epoch": 1, "x": Runs(os.system, f"touch {marker}")},
+        "in a key": {("x", 1): torch.zeros(1), "y": Runs(os.system, f"touch {marker}")},
+        "in a module": Module(Runs(os.system, f"touch {marker}")),
+    }
+
+
+KINDS = list(payloads(Path("x")))
+
+
+def write_checkpoint(path: Path, payload: object, how: str) -> None:
+    """As torch writes it (a zip), as torch wrote it before 1.6, or a bare pickle."""
+    if how == "pickle":
+        path.write_bytes(pickle.dumps(payload, protocol=2))
+    else:
+        torch.save(payload, path, _use_new_zipfile_serialization=how == "zip")
+
+
+def test_the_payloads_work_where_nobody_guards(tmp_path):
+    for kind, payload in payloads(tmp_path / "proof").items():
+        write_checkpoint(tmp_path / "x.pt", payload, "zip")
+        torch.load(tmp_path / "x.pt", weights_only=False)
+        proof = tmp_path / "proof"
+        assert proof.exists(), kind
+        proof.rmdir() if proof.is_dir() else proof.unlink()
+
+
+# ------------------------------------------------------------------------------------------- checkpoints and weights
+
+
+@pytest.mark.parametrize("how", ["zip", "old", "pickle"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_that_would_run_code(kind, how, tmp_path, marker):
+    for suffix in (".pt", ".pth", ".bin", ""):
+        path = tmp_path / f"weights{suffix}"
+        write_checkpoint(path, payloads(marker)[kind], how)
+        with pytest.raises(ValueError, match="can't be read as a file of tensors|holds no state dict") as caught:
+            backbones.create("cnn", input_shape=(1, 8, 8), weights=path)
+        assert "\n" not in str(caught.value) and not marker.exists()
+
+
+def test_weights_that_are_not_what_their_name_says(tmp_path, marker):
+    path = tmp_path / "weights.safetensors"
+    write_checkpoint(path, payloads(marker)["system"], "zip")
+    with pytest.raises(ValueError, match="can't be read as a file of tensors"):
+        backbones.create("cnn", input_shape=(1, 8, 8), weights=path)
+    (tmp_path / "tensors").write_bytes(b"\x80\x02ctorch._utils\n_rebuild_tensor\n.")
+    with pytest.raises(ValueError, match="can't be read as a file of tensors|holds no state dict"):
+        backbones.create("cnn", input_shape=(1, 8, 8), weights=tmp_path / "tensors")
+
+
+@pytest.fixture(scope="session")
+def half_a_run(tmp_path_factory) -> Path:
+    """A run of two epochs, stopped before its end."""
+    folder = tmp_path_factory.mktemp("half") / "run"
+    train.train(Config(epochs=2, batch_size=512, train_fraction=0.5, threads=1), folder)
+    (folder / "outputs.safetensors").unlink()
+    rows = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(row for row in rows if "final" not in row))
+    return folder
+
+
+@pytest.mark.parametrize("how", ["zip", "old", "pickle"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_that_would_run_code(kind, how, half_a_run, tmp_path, marker, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(half_a_run, run)
+    found = list((run / "checkpoint").iterdir())
+    assert found
+    for path in found:  # each is replaced, with a name that vouches for the content
+        path.unlink()
+        write_checkpoint(path, payloads(marker)[kind], how)
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:32]
+        path.rename(path.with_name(re.sub(r"-[0-9a-f]{32}\.pt$", f"-{digest}.pt", path.name)))
+    words = ["epochs=2", "batch_size=512", "train_fraction=0.5", "threads=1", "--resume", "--out", str(run)]
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        status = cli.main(["train", "digits", *words])
+    out, err = capsys.readouterr()
+    assert status in (0, 2) and "checkpoint" in err, err  # begun again with a warning, or refused
+    assert "Traceback" not in err and not marker.exists()
+
+
+@pytest.mark.parametrize("part", ["epoch", "network", "optimizer", "steps"])
+@pytest.mark.parametrize("value", [None, 5, "x", [], {}, {"x": torch.zeros(1)}], ids=str)
+def test_a_checkpoint_with_another_content(part, value, half_a_run, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(half_a_run, run)
+    for path in list((run / "checkpoint").iterdir()):
+        state = torch.load(path, weights_only=True) | {part: value}
+        path.unlink()
+        torch.save(state, path)
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:32]
+        path.rename(path.with_name(re.sub(r"-[0-9a-f]{32}\.pt$", f"-{digest}.pt", path.name)))
+    words = ["epochs=2", "batch_size=512", "train_fraction=0.5", "threads=1", "--resume", "--out", str(run)]
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        status = cli.main(["train", "digits", *words])
+    _, err = capsys.readouterr()
+    assert status in (0, 2) and "Traceback" not in err
+    assert "checkpoint" in err or value == 5, err  # a number in place of a number is believed
+
+
+# ----------------------------------------------------------------------------------------------------- files of outputs
+
+
+def forged(
+    path: Path, members: dict[str, tuple[str, tuple[int, ...], bytes]], kind: int = zipfile.ZIP_DEFLATED
+) -> None:
+    with zipfile.ZipFile(path, "w", kind) as archive:
+        for name, (dtype, shape, body) in members.items():
+            stream = io.BytesIO()
+            np.lib.format.write_array_header_1_0(stream, {"descr": dtype, "fortran_order": False, "shape": shape})
+            archive.writestr(f"{name}.npy", stream.getvalue() + body)
+
+
+def refused_cheaply(path: Path, limit: int = 2**25) -> str:
+    """The message of the refusal, which took little memory."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError) as caught:
+            analyze(path)
+        assert tracemalloc.get_traced_memory()[1] < limit
+    finally:
+        tracemalloc.stop()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["x", "y", "p", "names", "mu", "lam"])
+def test_outputs_with_pickled_objects(key, tmp_path, marker):
+    arrays = {"x": np.zeros((4, 2)), "y": np.zeros(4, int)}
+    arrays[key] = np.array([Runs(os.system, f"touch {marker}")], dtype=object)
+    np.savez(tmp_path / "a.npz", **arrays)
+    assert "pickled Python objects" in refused_cheaply(tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize("rows", [10**7, 10**12, 2**62, 2**70])
+def test_outputs_that_declare_more_than_they_hold(rows, tmp_path):
+    for key in ("x", "y", "p", "mu", "names"):
+        good = {"x": ("<f8", (4, 2), bytes(64)), "y": ("<i8", (4,), bytes(32))}
+        shapes = {"x": (rows, 2), "y": (rows,), "p": (rows, 2), "mu": (rows,), "names": (rows,)}
+        forged(tmp_path / "a.npz", good | {key: ("<f8" if key != "names" else "<U9", shapes[key], b"")})
+        refused_cheaply(tmp_path / "a.npz")
+    forged(tmp_path / "a.npz", {"x": ("<f8", (rows, 2), b""), "y": ("<i8", (rows,), b"")})
+    assert "y in a.npz is cut short" in refused_cheaply(tmp_path / "a.npz")
+
+
+def test_an_archive_that_unpacks_to_far_more(tmp_path):
+    zeros = bytes(2**25)
+    forged(tmp_path / "a.npz", {"x": ("<f8", (2**40, 2), zeros), "y": ("<i8", (2**40,), zeros)})
+    assert (tmp_path / "a.npz").stat().st_size < 2**18
+    refused_cheaply(tmp_path / "a.npz", 2**28)
+    forged(
+        tmp_path / "b.npz",
+        {"x": ("<f8", (4, 2), bytes(64)), "y": ("<i8", (4,), bytes(32)), "names": ("<U16777216", (2,), zeros)},
+    )
+    refused_cheaply(tmp_path / "b.npz", 2**29)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"{'descr': '<f8', 'fortran_order': False, 'shape': (-4, 2), }",
+        b"{'descr': '|O', 'fortran_order': False, 'shape': (4, 2), }",
+        b"{'descr': __import__('os').system('true'), 'fortran_order': False, 'shape': (4, 2), }",
+        b"{'descr': '<f8', 'fortran_order': False, 'shape': (4, 2), 'x': 1}",
+        b"{'descr': [('a', '<f8')] * 10, 'fortran_order': False, 'shape': (4, 2), }",
+        b"{'descr': '<f8', 'fortran_order': False, 'shape': ('4', 2), }",
+        b"{'descr': '<f8', 'fortran_order': 5, 'shape': (4, 2), }",
+        b"(" * 200 + b")" * 200,
+        b"{'descr': '<f8', 'fortran_order': False, 'shape': (4, 2",
+        b"{'descr': '<V99999999999', 'fortran_order': False, 'shape': (4, 2), }",
+        b"\xff" * 60,
+        b"",
+    ],
+)
+@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0), (9, 9)])
+def test_forged_headers(head, version, tmp_path):
+    size = struct.pack("<H" if version == (1, 0) else "<I", len(head) + 1)
+    raw = b"\x93NUMPY" + bytes(version) + size + head + b"\n" + bytes(64)
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        archive.writestr("x.npy", raw)
+        archive.writestr("y.npy", raw)
+    refused_cheaply(tmp_path / "a.npz")
+    with zipfile.ZipFile(tmp_path / "b.npz", "w") as archive:
+        archive.writestr("x_train.npy", raw)
+    with pytest.raises(data.DataError) as caught:
+        data.load(f"npz:{tmp_path / 'b.npz'}")
+    assert "\n" not in str(caught.value)
+
+
+def test_members_of_an_archive_are_never_written(tmp_path):
+    folder = tmp_path / "inside"
+    folder.mkdir()
+    with zipfile.ZipFile(folder / "a.npz", "w") as archive:
+        for name in ("../x.npy", "/tmp/y.npy", "..\\y.npy", "x.npy", "x.npy"):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the name twice
+                archive.writestr(name, b"\x93NUMPY nonsense")
+    before = sorted(tmp_path.rglob("*"))
+    refused_cheaply(folder / "a.npz")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+LYING_HEADERS = [
+    {"x": {"dtype": "F64", "shape": [4, 2], "data_offsets": [0, 2**62]}},
+    {"x": {"dtype": "F64", "shape": [2**40, 2**40], "data_offsets": [0, 64]}},
+    {"x": {"dtype": "F64", "shape": [4, 2], "data_offsets": [64, 0]}},
+    {"x": {"dtype": "F64", "shape": [4, 2], "data_offsets": [-64, 0]}},
+    {"x": {"dtype": "F64", "shape": [-4, -2], "data_offsets": [0, 64]}},
+    {"x": {"dtype": "F64", "shape": [4, 2], "data_offsets": [0, 64]},
+     "y": {"dtype": "I64", "shape": [4], "data_offsets": [32, 64]}},
+    {"x": {"dtype": "O", "shape": [4, 2], "data_offsets": [0, 64]}},
+    {"x": {"dtype": "F64", "shape": "4,2", "data_offsets": [0, 64]}},
+    {"x": {"dtype": "F64", "data_offsets": [0, 64]}},
+    {"x": 5},
+    {"__metadata__": {"names": 5}},
+    {"__metadata__": "x"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("head", LYING_HEADERS, ids=map(str, range(len(LYING_HEADERS))))
+def test_safetensors_with_a_lying_header(head, tmp_path):
+    for text in (json.dumps(head).encode(), json.dumps(head).encode() + b" " * 1000):
+        for size in (len(text), len(text) - 3, 2**31, 2**63):
+            (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", size) + text + bytes(64))
+            refused_cheaply(tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match="can't be read as a file of tensors|holds no state dict"):
+        backbones.create("cnn", input_shape=(1, 8, 8), weights=tmp_path / "a.safetensors")
+
+
+def test_tables_with_more_columns_than_they_have_data(tmp_path):
+    (tmp_path / "a.csv").write_text("y," + ",".join(f"c{i}" for i in range(100_000)) + "\n0,1\n")
+    assert "cells" in refused_cheaply(tmp_path / "a.csv", 2**28)
+    (tmp_path / "a.csv").write_text("y,a,b\n" + '0,"' + "x" * 10**6 + '",1\n')
+    refused_cheaply(tmp_path / "a.csv", 2**28)
+
+
+# ------------------------------------------------------------------------------------------------- recipes and heads
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: !!python/object/apply:os.system ['touch MARKER']",
+        "a: !!python/object/new:os.system ['touch MARKER']",
+        "a: !!python/name:os.system",
+        "a: !!python/module:os",
+        "a: !!python/object/apply:builtins.eval [\"open('MARKER', 'w')\"]",
+        "!!python/object/apply:subprocess.run [[touch, MARKER]]: {epochs: 1}",
+        "a: {epochs: !!python/tuple [1]}",
+        "a: !custom {epochs: 1}",
+    ],
+)
+def test_recipes_that_would_run_code(text, marker):
+    with pytest.raises(ValueError, match="mine.yaml is not YAML: could not determine a constructor"):
+        recipes.parse({"mine.yaml": text.replace("MARKER", str(marker))})
+
+
+def test_a_recipe_that_multiplies_itself_stays_small():
+    doubling = "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" if i else "a0: &a0 [1]" for i in range(30))
+    with pytest.raises(ValueError, match="recipe 'a0' must map keys to values, got list"):
+        recipes.parse({"mine.yaml": doubling})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "os:system", "subprocess:run", "builtins:eval", "builtins:exec", "os.path:join", "sys:modules", "os:nosuch",
+        "nosuch:Head", "pathlib:Path", "torch.nn:Linear", "gsoftmax.config:Config", ":", "os:", ":system", ".os:system",
+        "os:path.join", "os/path:join", "../os:system", "os;system:x", "this-is-no-module:X", "__main__:__loader__",
+    ],
+)  # fmt: skip
+def test_heads_that_are_none_are_not_called(name, marker):
+    with pytest.raises(ValueError, match="head") as caught:
+        train.find_head(name)
+    assert "\n" not in str(caught.value)
+
+
+def test_only_what_is_named_is_imported(tmp_path, monkeypatch, marker):
+    (tmp_path / "harmful.py").write_text(f"open({str(marker)!r}, 'w').close()\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("harmful", "softmax", "harmful.py", "gsoftmax:harmful", "./harmful:X"):
+        try:
+            train.find_head(name)
+        except ValueError:
+            assert "harmful" not in sys.modules
+
+
+def test_a_head_that_fails_while_it_is_imported_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    for i, text in enumerate(("1 / 0", "def (", "import nosuch", "raise SystemError", "x = undefined")):
+        (tmp_path / f"failing{i}.py").write_text(text)
+        with pytest.raises(ValueError, match=f"head 'failing{i}:Head' cannot be imported") as caught:
+            train.find_head(f"failing{i}:Head")
+        assert "\n" not in str(caught.value)
+
+
+def test_values_of_a_command_line_are_data(marker):
+    from gsoftmax.config import parse_head, parse_value
+
+    for text in (f"__import__('os').system('touch {marker}')", "[].__class__", "f'{1}'", "{1: 2}", "(1)", "1 + 1"):
+        assert parse_value(text) == text
+    with pytest.raises(ValueError):
+        parse_head(f"gsoftmax(lam=__import__('os').system('touch {marker}')) or 1")
+
+
+def test_the_environment_names_folders_only(tmp_path, monkeypatch, marker):
+    for value in (f"$(touch {marker})", f"; touch {marker}", "~", "\x1b[31m", "/proc/self/mem", "/dev/null"):
+        monkeypatch.setenv("GSOFTMAX_DATA", value)
+        with pytest.raises(data.DataError, match="cifar10 not found under"):
+            data.load("cifar10")
+
+
+# -------------------------------------------------------------------------------------------------------- CIFAR pickles
+
+
+def nested(depth: int) -> bytes:
+    return b"\x80\x02" + b"]" * depth + b"a" * (depth - 1) + b"."
+
+
+@pytest.mark.parametrize(
+    "evil",
+    [
+        b"\x80\x02\x82\x01.",  # EXT1
+        b"\x80\x02\x83\x01\x00.",  # EXT2
+        b"\x80\x02\x84\x01\x00\x00\x00.",  # EXT4
+        b"\x80\x04\x8c\x08builtins\x8c\x07getattr\x93\x8c\x02os\x8c\x06system\x86R.",  # getattr
+        b"\x80\x04\x8c\x08builtins\x8c\x04eval\x93\x8c\x011\x85R.",
+        b"\x80\x04\x8c\x05numpy\x8c\x10ndarray.__reduce__\x93.",  # a way through an admitted name
+        b"\x80\x02cnumpy\ndtype\n}X\x04\x00\x00\x00makecnumpy\nndarray\nsb.",  # BUILD on an admitted name
+        b"\x80\x02cnumpy\nload\n(X\x01\x00\x00\x00xtR.",
+        b"\x80\x02cnumpy.core.multiarray\nfromfile\n.",
+        b"\x80\x02c_codecs\nlookup\n.",
+        b"\x80\x02cgsoftmax.data.cifar\nsafe_unpickle\n.",
+        b"\x80\x02(i__builtin__\neval\n.",
+        b"\x80\x02c__main__\nx\n.",
+        b"(dp0\nS'a'\np1\ncposix\nsystem\np2\n(S'true'\ntRs.",
+    ],
+)
+def test_more_pickles_are_refused(evil):
+    with pytest.raises(data.DataError, match="is refused|is damaged") as caught:
+        cifar.safe_unpickle(evil)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("depth", [100, 10_000, 200_000])
+def test_deep_nesting_neither_overflows_nor_hangs(depth):
+    try:
+        found = cifar.safe_unpickle(nested(depth))
+        with pytest.raises(data.DataError, match="expected a dictionary, got list"):
+            cifar._entry(found, "data", Path("batch"))
+        while found:  # undone level by level, because Python's own destructor recurses
+            found = found.pop()
+    except data.DataError:
+        pass
+
+
+def test_a_memo_that_doubles_stays_shared():
+    # each list holds the one before twice: 2**60 elements if they were copied
+    bomb = (
+        b"\x80\x02]q\x00"
+        + b"".join(b"](h" + bytes([i]) + b"h" + bytes([i]) + b"eq" + bytes([i + 1]) for i in range(60))
+        + b"."
+    )
+    tracemalloc.start()
+    found = cifar.safe_unpickle(bomb)
+    with pytest.raises(data.DataError, match="expected a dictionary, got list"):
+        cifar._rows(found, "labels", 10, Path("batch"))
+    assert tracemalloc.get_traced_memory()[1] < 2**22
+    tracemalloc.stop()
+
+
+def test_a_long_integer_is_not_turned_into_text():
+    with pytest.raises(data.DataError):
+        cifar._rows(
+            cifar.safe_unpickle(pickle.dumps({"data": 1, "labels": [1 << 100_000]}, 2)), "labels", 10, Path("b")
+        )
+
+
+def test_a_tar_with_the_same_member_twice(tmp_path):
+    spec = data.write_smoke("cifar10", tmp_path, archive=True)
+    path = tmp_path / "cifar-10-python.tar.gz"
+    with tarfile.open(path) as tar:
+        members = [(m, tar.extractfile(m).read()) for m in tar if m.isreg()]
+    evil = pickle.dumps(Runs(os.system, "true"), 2)
+    for order in (0, 1):  # before and after the good one
+        with tarfile.open(path, "w:gz") as tar:
+            for member, content in members:
+                copies = [content]
+                if member.name.endswith("data_batch_1"):
+                    copies.insert(order, evil)
+                for copy in copies:
+                    member.size = len(copy)
+                    tar.addfile(member, io.BytesIO(copy))
+        try:
+            assert len(data.load(spec, tmp_path).train) == 200
+        except data.DataError as error:
+            assert "is refused" in str(error)
+
+
+# ------------------------------------------------------------------------------------------------- the page and tables
+
+EVIL = [
+    "</script><script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    "\" onmouseover=alert(1) x=\"",
+    "' onfocus='alert(1)",
+    "javascript:alert(1)",
+    "<!--<script>",
+    "]]>",
+    "{{ 7 * 7 }}{% raw %}",
+    "&lt;b&gt;",
+    "\u2028\u2029",
+    "=cmd|' /C calc'!A0",
+    "@SUM(1+1)",
+    "+1+1",
+    "-2+3",
+    "\t=1+1",
+    "| a | b |\n|---|---|",
+    "[x](javascript:alert(1))",
+    "![x](http://example.org/x.png)",
+    r"\input{/etc/passwd}\write18{true}",
+    "$\\immediate\\write18{true}$ % #",
+    "\x1b]0;title\x07\x1b[31m",
+    "\x00\x08\x7f\u202e",
+]  # fmt: skip
+
+
+class Elements(HTMLParser):
+    """Every tag with its attributes, and the text of scripts."""
+
+    def __init__(self):
+        super().__init__(convert_charrefs=True)
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_data(self, text):
+        self.texts.append(text)
+
+
+@pytest.fixture(scope="session")
+def evil_report(tmp_path_factory) -> Path:
+    """The report of outputs whose classes, file and title are all written to do harm."""
+    folder = tmp_path_factory.mktemp("evil")
+    n = len(EVIL)
+    y = np.arange(4 * n) % n
+    x = np.random.default_rng(0).normal(size=(4 * n, n)) + 3 * np.eye(n)[y]
+    file = folder / "<b>&\"'x.npz"
+    np.savez(file, x=x, y=y, names=np.array(EVIL))
+    doc = report.from_outputs(file, title=EVIL[0] + EVIL[1] + EVIL[2])
+    report.write(doc, folder / "out", tables=["md", "tex", "csv", "txt"])
+    return folder / "out"
+
+
+def test_the_page_has_no_element_a_name_asked_for(evil_report, tmp_path):
+    text = (evil_report / "report.html").read_text("utf-8")
+    plain = {
+        "x": np.random.default_rng(0).normal(size=(88, 22)) + 3 * np.eye(22)[np.arange(88) % 22],
+        "y": np.arange(88) % 22,
+    }
+    np.savez(tmp_path / "plain.npz", **plain, names=np.array([f"class {i}" for i in range(22)]))
+    other = page.render(report.from_outputs(tmp_path / "plain.npz", title="plain"))
+    found, harmless = Elements(), Elements()
+    found.feed(text)
+    harmless.feed(other)
+    assert [tag for tag, _ in found.tags] == [tag for tag, _ in harmless.tags]
+    assert [set(a) for _, a in found.tags] == [set(a) for _, a in harmless.tags]  # and no attribute
+    for tag, attributes in found.tags:
+        for name, value in attributes.items():
+            assert not name.startswith("on"), (tag, name)
+            if name in ("href", "src", "action", "formaction", "srcset"):
+                assert not str(value).strip().lower().startswith(("javascript:", "data:text/html", "vbscript:")), value
+    assert "<img src=x" not in text and "alert(1)</script>" not in text
+
+
+def test_the_page_keeps_every_name_as_it_was(evil_report):
+    text = (evil_report / "report.html").read_text("utf-8")
+    held = re.search(r'<script[^>]*type="application/json"[^>]*>(.*?)</script>', text, re.S)
+    classes = json.loads(held[1])["classes"]
+    assert classes == [tables.plain(name) for name in EVIL]
+    assert "</script" not in held[1] and "<!--" not in held[1] and "\u2028" not in held[1]
+
+
+def test_the_page_asks_for_nothing_from_outside(evil_report):
+    found = Elements()
+    found.feed((evil_report / "report.html").read_text("utf-8"))
+    for tag, attributes in found.tags:
+        assert not (tag in ("script", "img", "iframe", "object", "embed", "link") and attributes.get("src")), attributes
+        assert tag not in ("iframe", "object", "embed", "base"), tag
+        assert "action" not in attributes and "formaction" not in attributes
+
+
+def test_markdown_tables_hold_their_cells(evil_report):
+    text = (evil_report / "tables.md").read_text("utf-8")
+    bare = re.sub(r"\\.", "", text)  # without what is escaped
+    for block in bare.split("\n\n"):
+        rows = [line for line in block.splitlines() if line.startswith("|")]
+        assert len({row.count("|") for row in rows}) <= 1, rows  # no name opened a cell or a row
+    assert "<" not in bare and "](" not in bare and "`" not in bare
+    assert text.count("\n### ") == text.count("\n\n### ")
+
+
+def test_latex_tables_have_no_command_a_name_asked_for(evil_report):
+    text = (evil_report / "tables.tex").read_text("utf-8")
+    commands = set(re.findall(r"\\([a-zA-Z]+)", text))
+    ours = {
+        "begin",
+        "end",
+        "centering",
+        "caption",
+        "toprule",
+        "midrule",
+        "bottomrule",
+        "pm",
+        "sigma",
+        "infty",
+        "mu",
+        "lambda",
+    }
+    assert commands <= ours | {"textbackslash", "textasciitilde", "textasciicircum", "textless", "textgreater"}
+    assert not re.search(r"(?<!\\)[%#]", text)
+
+
+def test_csv_cells_are_no_formulas(evil_report):
+    """A text that a spreadsheet would run begins with an apostrophe; numbers, negative ones too, stay numbers."""
+    found = 0
+    for path in (evil_report / "tables").glob("*.csv"):
+        for row in csv.reader(io.StringIO(path.read_text("utf-8"))):
+            for cell in row:
+                found += cell.startswith("'")
+                if cell.lstrip()[:1] in ("=", "+", "-", "@"):
+                    float(cell)
+    assert found >= 4
+
+
+def test_the_terminal_is_not_steered(evil_report, capsys):
+    for name in ("tables.txt", "tables.md", "tables.tex"):
+        text = (evil_report / name).read_text("utf-8")
+        assert not set(text) & set("\x1b\x07\x00\x08\x7f\r")
+
+
+def test_names_of_files_come_from_titles_safely(tmp_path):
+    bad = [
+        tables.Table(t, ("a",), (("b",),)) for t in ("../../up", "/abs", "a\0b", "..", "", "CON", "x" * 500, '<>:"|?*')
+    ]
+    paths = tables.write(bad, tmp_path / "out", ["csv"])
+    assert all(p.parent == tmp_path / "out" / "tables" and re.fullmatch(r"[a-z0-9-]+\.csv", p.name) for p in paths)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("head", ["..", ".", "/", "\0"])
+def test_a_summary_cannot_lead_out_of_its_folder(head, tmp_path):
+    numbers = dict.fromkeys(("difference", "low", "high", "t", "p", "n"), 1.0)
+    row = {"values": [1.0], "mean": 1.0, "sd": None, "paired": numbers}
+    metrics = {m: {h: row for h in ("softmax", head)} for m in SINGLE}
+    summary = {"heads": ["softmax", head], "seeds": [0], "multilabel": False, "metrics": metrics, "seconds": {}}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    with pytest.raises(ValueError, match="summary.json is not the summary of a comparison: a head's name leads out"):
+        report.from_runs([tmp_path])
+
+
+# ------------------------------------------------------------------------------------------------- the source itself
+
+
+def calls(path: Path):
+    """(line, dotted name, keywords) of every call in a file."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Call):
+            yield node.lineno, ast.unparse(node.func), {k.arg: ast.unparse(k.value) for k in node.keywords}
+
+
+def forbidden(name: str, keywords: dict[str | None, str]) -> str | None:
+    """Why a call may not stand in the source."""
+    last = name.rpartition(".")[2]
+    if name in ("eval", "exec", "compile", "__import__") or name.startswith("builtins."):
+        return "runs code"
+    if name in (
+        "pickle.load",
+        "pickle.loads",
+        "pickle.Unpickler",
+        "dill.load",
+        "joblib.load",
+        "marshal.loads",
+        "shelve.open",
+    ):
+        return "unpickles"
+    if name == "torch.load" and keywords.get("weights_only") != "True":
+        return "torch.load without weights_only=True"
+    if last in ("read_array",) or (last == "load" and name.split(".")[0] in ("np", "numpy")):
+        return None if keywords.get("allow_pickle") == "False" else "NumPy without allow_pickle=False"
+    if name.startswith("yaml.") and last in ("load", "load_all", "unsafe_load", "full_load"):
+        return "YAML without the safe loader"
+    if last in ("extractall", "extract"):
+        return None if keywords.get("filter") == "'data'" else "extracts an archive"
+    if name in ("os.system", "os.popen", "commands.getoutput") or last.startswith(
+        ("spawnl", "spawnv", "execv", "execl")
+    ):
+        return "runs a program"
+    if keywords.get("shell") not in (None, "False"):
+        return "runs a shell"
+    if name in ("tempfile.mktemp",) or last == "urlopen" or name.startswith("requests."):
+        return "a name anyone can guess, or the network"
+    if last == "Markup" and not name.startswith("markupsafe.escape"):
+        return "unescaped"
+    return None
+
+
+ALLOWED = {  # (file, why)
+    ("report/page.py", "unescaped"),  # JSON escaped for a script, and our own files
+}
+
+
+def test_the_source_has_no_dangerous_call():
+    found = []
+    files = sorted(SOURCE.rglob("*.py"))
+    assert len(files) > 30
+    for path in files:
+        name = path.relative_to(SOURCE).as_posix()
+        for line, call, keywords in calls(path):
+            why = forbidden(call, keywords)
+            if why and (name, why) not in ALLOWED:
+                found.append(f"{name}:{line} {call}: {why}")
+    assert not found, found
+
+
+def test_the_only_unpickler_is_the_restricted_one():
+    for path in SOURCE.rglob("*.py"):
+        text = path.read_text("utf-8")
+        if path.name != "cifar.py":
+            assert not re.search(r"^\s*(import|from) (pickle|cPickle|dill|marshal|shelve|joblib)\b", text, re.M), path
+    assert issubclass(cifar._Restricted, pickle.Unpickler)
+    assert all(isinstance(stand, cifar._Stand) for stand in cifar._GLOBALS.values())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "eval(x)", "exec(x)", "pickle.load(f)", "torch.load(f)", "torch.load(f, weights_only=False)", "np.load(f)",
+        "numpy.load(f, allow_pickle=True)", "np.lib.format.read_array(s)", "yaml.load(s)", "tar.extractall(x)",
+        "tar.extract(m)", "os.system(x)", "subprocess.run(x, shell=True)", "tempfile.mktemp()", "Markup(x)",
+    ],
+)  # fmt: skip
+def test_the_look_at_the_source_sees(line, tmp_path):
+    (tmp_path / "x.py").write_text(line)
+    assert [forbidden(name, keywords) for _, name, keywords in calls(tmp_path / "x.py")][0]
+
+
+def test_an_outputs_reader_keeps_no_file_open(tmp_path):
+    np.savez(tmp_path / "a.npz", x=np.zeros((4, 2)), y=np.zeros(4, int))
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    for _ in range(20):
+        list(open_outputs(tmp_path / "a.npz").blocks(2))
+    if before:
+        assert len(os.listdir("/proc/self/fd")) <= before + 1

@@ -1,0 +1,1268 @@
+"""Heads with classes spread over processes, held to the whole head on the joined batch.
+
+Starting processes is slow, so four of them are started once.  They run every `check_...` function below, on all four
+or on the first one, two or three, and write down what went wrong; the tests read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import datetime
+import itertools
+import json
+import math
+import os
+import time
+import traceback
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from gsoftmax import GSoftmaxHead, SoftmaxHead, functional, gaussians, geometry, param_groups, sharded
+
+WORLD = 4
+D = 5
+ROWS = {1: [9], 2: [4, 5], 3: [4, 0, 5], 4: [3, 1, 0, 5]}  # of each process; uneven, and some have none
+BOUND = {torch.float32: 1e-5, torch.float64: 1e-12}
+
+CHECKS, SLOW = {}, {}
+
+
+def check(processes=(WORLD,), slow=False):
+    """Makes a function a check that runs on each of these numbers of processes."""
+
+    def register(function):
+        name = function.__name__.removeprefix("check_")
+        for k in processes:
+            (SLOW if slow else CHECKS)[f"{name}-{k}" if len(processes) > 1 else name] = (function, k)
+        return function
+
+    return register
+
+
+# -------------------------------------------------------------------------------------------------------------- shared
+
+
+def close(a, b, bound=1e-12):
+    """The largest difference is at most `bound` of the largest value (or of 1, if that is smaller)."""
+    a, b = torch.as_tensor(a).detach().double(), torch.as_tensor(b).detach().double()
+    assert a.shape == b.shape, (a.shape, b.shape)
+    if a.numel() == 0:
+        return
+    assert torch.equal(a.isnan(), b.isnan()), (a, b)
+    a, b = a.nan_to_num(), b.nan_to_num()
+    error = (a - b).abs().max().item() / max(1.0, b.abs().max().item())
+    assert error <= bound, f"off by {error:.3g}, {bound:.0e} is allowed"
+
+
+def heads(env, classes, dtype=torch.float64, cls=GSoftmaxHead, **options):
+    """A sharded head and the whole head with the same parameters."""
+    shard_options = {k: options.pop(k) for k in ("negatives", "seed", "averaged") if k in options}
+    torch.manual_seed(1)
+    head = cls(D, classes, dtype=dtype, shard="class", mesh=env.mesh, **{"averaged": False, **shard_options}, **options)
+    torch.manual_seed(1)
+    whole = cls(D, classes, dtype=dtype, impl="plain", **options)
+    own = slice(head.shard.start, head.shard.stop)
+    with torch.no_grad():
+        if cls is GSoftmaxHead:
+            g = torch.Generator().manual_seed(5)
+            mu, sigma = torch.randn(classes, generator=g) * 0.3, torch.rand(classes, generator=g) + 0.5
+            head.gaussians.set_gaussians(mu, sigma)
+            whole.gaussians.set_gaussians(mu, sigma)
+    for name, p in whole.named_parameters():
+        assert torch.equal(getter(head, name).to_local(), p[own]), f"{name} does not start as the whole head's"
+    return head, whole.double(), own
+
+
+def getter(module, name):
+    for part in name.split("."):
+        module = getattr(module, part)
+    return module
+
+
+def batch(env, classes, soft=False, ignore=(), dtype=torch.float64, seed=0, rows=None):
+    """h and target of all processes, and which rows are this one's."""
+    rows = rows or ROWS[env.size]
+    g = torch.Generator().manual_seed(seed)
+    n = sum(rows)
+    h = torch.randn(n, D, generator=g, dtype=torch.float64).to(dtype) * 2
+    target = torch.rand(n, classes, generator=g, dtype=torch.float64).softmax(1).to(dtype)
+    if not soft:
+        target = torch.randint(classes, (n,), generator=g)
+        target[list(ignore)] = -100
+    start = sum(rows[: env.rank])
+    return h, target, slice(start, start + rows[env.rank])
+
+
+def compare(head, whole, own, h, target, mine, bound, scale=1.0, **options):
+    """Loss and all gradients of the sharded head against those of the whole one."""
+    h_own, h_all = h[mine].clone().requires_grad_(), h.double().clone().requires_grad_()
+    for module in (head, whole):
+        module.zero_grad()
+    loss = head.loss(h_own, target[mine], **options)
+    target = target.double() if target.is_floating_point() else target
+    expected = whole.loss(h_all, target, **options)
+    if options.get("reduction") == "none":
+        factors = torch.linspace(-1, 2, len(h), dtype=torch.float64)
+        close(loss, expected[mine], bound)
+        (loss * factors[mine].to(loss.dtype)).sum().backward()
+        (expected * factors).sum().backward()
+    else:
+        close(loss, expected, bound)
+        loss.backward()
+        expected.backward()
+    close(h_own.grad, h_all.grad[mine] * scale, bound)
+    for name, p in whole.named_parameters():
+        grad = getter(head, name).grad
+        assert grad.placements[0].is_shard(0) and grad.shape == p.shape
+        close(grad.to_local(), p.grad[own], bound)
+    return loss
+
+
+def raises(env, words, call):
+    """Every process of the check must see an error in one line, not wait for the one that made the mistake."""
+    text = "nothing"
+    try:
+        call()
+    except (ValueError, TypeError, OSError) as error:
+        text = str(error)
+    seen = [None] * env.size
+    dist.all_gather_object(seen, text, group=env.group)
+    assert any(words in one for one in seen), f"nobody said {words!r}, but: {seen}"
+    assert all(words in one or "stopped because of an error on process" in one for one in seen), seen
+    assert "\n" not in text
+
+
+# ------------------------------------------------------------------------------------------------------ loss, gradients
+
+
+OPTIONS = {
+    "plain": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "smoothing": {"label_smoothing": 0.2},
+    "weight": {"class_weight": True},
+    "weight smoothing": {"class_weight": True, "label_smoothing": 0.1},
+    "weight none smoothing": {"class_weight": True, "label_smoothing": 0.1, "reduction": "none"},
+    "soft": {"soft": True},
+    "soft weight smoothing": {"soft": True, "class_weight": True, "label_smoothing": 0.3},
+    "soft none": {"soft": True, "reduction": "none"},
+    "ignored": {"ignore": (0, 4, 8)},
+    "ignored weight smoothing": {"ignore": (0, 4, 8), "class_weight": True, "label_smoothing": 0.1},
+    "ignored sum": {"ignore": (1,), "reduction": "sum"},
+    "ignored none": {"ignore": (1, 5), "reduction": "none"},
+    "all ignored": {"ignore": tuple(range(9))},
+    "all ignored sum": {"ignore": tuple(range(9)), "reduction": "sum", "label_smoothing": 0.1},
+    "other ignore_index": {"ignore_index": 2},
+}
+
+
+def run_options(env, options, classes, dtype, kind="learned", cls=GSoftmaxHead, **head_options):
+    options = dict(options)
+    weight = torch.linspace(0.5, 2, classes, dtype=torch.float64) if options.pop("class_weight", None) else None
+    made = {"soft": options.pop("soft", False), "ignore": options.pop("ignore", ())}
+    if cls is GSoftmaxHead:
+        head_options = {"lam": 1.5, "gaussians": kind, **head_options}
+    head, whole, own = heads(env, classes, dtype, cls, **head_options)
+    h, target, mine = batch(env, classes, **made, dtype=dtype)
+    return compare(head, whole, own, h, target, mine, BOUND[dtype], class_weight=weight, **options)
+
+
+@check(processes=(1, 2, 3, 4))
+def check_loss_and_gradients_equal_the_whole_heads(env):
+    sizes = itertools.cycle((10, 7, 31, 3))  # none divides; on four processes 3 classes leave one without
+    for dtype in (torch.float32, torch.float64):
+        for name, options in OPTIONS.items():
+            classes = next(sizes)
+            try:
+                run_options(env, options, classes, dtype)
+            except AssertionError as error:
+                raise AssertionError(f"{name}, {classes} classes, {dtype}: {error}") from error
+    for classes in (10, 7, 31, 3, 1):
+        run_options(env, {}, classes, torch.float32)
+
+
+@check(processes=(1, 2, 3, 4), slow=True)
+def check_all_options_with_all_sizes(env):
+    for dtype, classes, kind in itertools.product(BOUND, (10, 7, 31, 3, 1), ("learned", "fixed", "tracked")):
+        for options in OPTIONS.values():
+            run_options(env, options, classes, dtype, kind)
+
+
+@check()
+def check_other_heads(env):
+    """Softmax, no bias, fixed and tracked Gaussians, lam = 0."""
+    for dtype in BOUND:
+        for options in (OPTIONS["plain"], OPTIONS["soft weight smoothing"], OPTIONS["ignored weight smoothing"]):
+            run_options(env, options, 7, dtype, cls=SoftmaxHead)
+            run_options(env, options, 3, dtype, cls=SoftmaxHead, bias=False)
+            run_options(env, options, 10, dtype, "fixed")
+            run_options(env, options, 10, dtype, lam=0.0)
+            run_options(env, options, 7, dtype, bias=False)
+            run_options(env, options, 10, dtype, "tracked")
+
+
+@check()
+def check_many_tiles(env):
+    """Tiles smaller than x in both directions give what one tile gives."""
+    before = dict(sharded.TILE)
+    sharded.TILE["cpu"] = (6, 2)
+    try:
+        for name in ("plain", "none", "weight smoothing", "soft weight smoothing", "ignored"):
+            run_options(env, OPTIONS[name], 31, torch.float64)
+        run_options(env, OPTIONS["plain"], 31, torch.float64, "tracked")
+        head, whole, own = heads(env, 31)
+        h, target, mine = batch(env, 31)
+        for k in (1, 4, 31):
+            close(head.topk(h[mine], k)[0], whole.topk(h[mine], k)[0])
+            assert torch.equal(head.topk(h[mine], k)[1], whole.topk(h[mine], k)[1])
+    finally:
+        sharded.TILE.update(before)
+
+
+@check()
+def check_large_outputs_keep_their_digits(env):
+    """z of 1e4 in float32: the loss is a difference of such numbers, and must not be off by their rounding."""
+    head, whole, own = heads(env, 10, torch.float32)
+    with torch.no_grad():
+        head.bias.to_local().fill_(1e4)
+        whole.bias.fill_(1e4)
+    h, target, mine = batch(env, 10, dtype=torch.float32)
+    x = whole.features(h.double()).float().double()  # what float32 makes of x, so that only the loss is looked at
+    z = whole.gaussians(x)
+    expected = nn.functional.cross_entropy(z, target, label_smoothing=0.1)
+    got = head.loss(h[mine], target[mine], label_smoothing=0.1)
+    assert abs(got.item() - expected.item()) < 3e-3, (got, expected)  # 1e4 has a spacing of 1e-3
+
+
+@check()
+def check_masked_class(env):
+    """A class at -inf has no probability and no gradient, and makes no nan."""
+    head, whole, own = heads(env, 10)
+    with torch.no_grad():
+        whole.bias[4] = -torch.inf
+        head.bias.to_local().copy_(whole.bias[own])
+    h, target, mine = batch(env, 10)
+    target[target == 4] = 5
+    h_own = h[mine].requires_grad_()
+    loss = head.loss(h_own, target[mine])
+    loss.backward()
+    close(loss, whole.loss(h, target))
+    for p in (h_own, *head.parameters()):
+        grad = p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
+        assert torch.isfinite(grad).all()
+
+
+@check()
+def check_leading_dimensions_and_unsigned_labels(env):
+    head, whole, own = heads(env, 7)
+    rows = [2, 2, 2, 2]
+    h, target, mine = batch(env, 7, rows=rows)
+    h, target = h.view(4, 1, 2, D), target.view(4, 1, 2)
+    loss = head.loss(h[env.rank], target[env.rank].byte(), reduction="none")
+    assert loss.shape == (1, 2)
+    close(loss, whole.loss(h, target, reduction="none")[env.rank])
+    assert head.predict(h[env.rank]).shape == (1, 2) and head.topk(h[env.rank], 3)[1].shape == (1, 2, 3)
+
+
+@check()
+def check_half_precision_and_autocast(env):
+    """bfloat16 h and weights, and autocast over float32: as far from float64 as the whole head is, or nearer."""
+    for autocast in (False, True):
+        dtype = torch.float32 if autocast else torch.bfloat16
+        torch.manual_seed(1)
+        head = GSoftmaxHead(D, 31, dtype=dtype, shard="class", mesh=env.mesh, averaged=False)
+        torch.manual_seed(1)
+        whole = GSoftmaxHead(D, 31, dtype=dtype, impl="plain")
+        exact = copy.deepcopy(whole).double()
+        own = slice(head.shard.start, head.shard.stop)
+        h, target, mine = batch(env, 31, dtype=dtype)
+        h_own, h_all, h_exact = (t.clone().requires_grad_() for t in (h[mine], h, h.double()))
+        context = torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext()
+        with context:
+            loss, expected = head.loss(h_own, target[mine]), whole.loss(h_all, target)
+        assert loss.dtype == expected.dtype, (loss.dtype, expected.dtype)
+        true = exact.loss(h_exact, target)
+        for each in (loss, expected, true):
+            each.backward()
+
+        def far(a, b, c):
+            scale = c.abs().max().item()
+            allowed = (b.double() - c).abs().max().item() + 0.02 * scale
+            assert a.dtype == b.dtype
+            assert (a.double() - c).abs().max().item() <= allowed
+
+        far(loss.detach(), expected.detach(), true.detach())
+        if len(h_own):
+            far(h_own.grad, h_all.grad[mine], h_exact.grad[mine])
+        for name, p in whole.named_parameters():
+            c = getter(exact, name).grad[own]
+            if len(c):
+                far(getter(head, name).grad.to_local(), p.grad[own], c)
+
+
+@check()
+def check_nothing_holds_all_logits(env):
+    """No tensor of the size of all logits, nor even of the own ones, is made on the way; and none is sent."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for t in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(t, torch.Tensor) and t.device.type != "meta" and not hasattr(t, "to_local"):
+                    self.elements = max(self.elements, t.numel())
+            return out
+
+    classes, n = 4000, 64
+    head, _, own = heads(env, classes, torch.float32)
+    h = torch.randn(n, D, requires_grad=True)
+    target = torch.randint(classes, (n,))
+    before = dict(sharded.TILE)
+    sharded.TILE["cpu"] = (4096, 512)
+    try:
+        with Largest() as largest, sharded.bytes_on_wire() as wire:
+            head.loss(h, target, label_smoothing=0.1).backward()
+    finally:
+        sharded.TILE.update(before)
+    # h of all, as bytes; the own logits are 256,000 and all are 1,024,000
+    assert largest.elements == n * env.size * D * 4, largest.elements
+    # h there and dh back, targets, header, and 2 numbers and a maximum a row
+    k, rows = env.size, n * env.size
+    there = (k - 1) * (n * D * 4 + n * 8 + 4 * 8) + (k - 1) / k * rows * D * 4 + 2 * (k - 1) / k * rows * 3 * 4
+    assert wire.total == round(there), (wire, there)
+    assert sum(wire.by_purpose.values()) == wire.total and wire.calls == 6
+
+
+@check()
+def check_backward_twice_and_accumulation(env):
+    head, whole, own = heads(env, 7)
+    h, target, mine = batch(env, 7)
+    h_own = h[mine].requires_grad_()
+    loss = head.loss(h_own, target[mine])
+    loss.backward(retain_graph=True)
+    once = [p.grad.to_local().clone() for p in head.parameters()]
+    loss.backward()
+    for p, g in zip(head.parameters(), once, strict=True):
+        close(p.grad.to_local(), 2 * g)
+
+
+@check()
+def check_frozen_parts(env):
+    """Some processes have no h that needs a gradient, or a head that does not learn."""
+    head, whole, own = heads(env, 10)
+    h, target, mine = batch(env, 10)
+    h_all = h.clone().requires_grad_()
+    whole.loss(h_all, target).backward()
+    for p in head.parameters():
+        p.requires_grad_(False)
+    h_own = h[mine].clone().requires_grad_(env.rank != 1)  # process 1 forgot
+    head.loss(h_own, target[mine]).backward()
+    if env.rank != 1:
+        close(h_own.grad, h_all.grad[mine])
+    assert all(p.grad is None for p in head.parameters())
+    for p in head.parameters():
+        p.requires_grad_(True)
+    head.loss(h[mine], target[mine]).backward()  # a frozen backbone
+    close(head.weight.grad.to_local(), whole.weight.grad[own])
+    with torch.no_grad():
+        close(head.loss(h[mine], target[mine]), whole.loss(h, target))
+
+
+@check()
+def check_copies(env):
+    """A deep copy, such as an average of weights keeps, has parameters of its own; state_dict goes back in."""
+    head, whole, own = heads(env, 10)
+    other = copy.deepcopy(head)
+    state = {name: t.clone() for name, t in head.state_dict().items()}
+    with torch.no_grad():
+        head.weight.zero_()
+    h, target, mine = batch(env, 10)
+    compare(other, whole, own, h, target, mine, 1e-12)
+    head.load_state_dict(state)
+    compare(head, whole, own, h, target, mine, 1e-12)
+    assert f"classes {own.start} to {own.stop - 1} of 10" in repr(head)
+
+
+@check()
+def check_runs_are_the_same(env):
+    """The same call twice gives the same bits."""
+    found = []
+    for _ in range(2):
+        head, _, _ = heads(env, 31, torch.float32)
+        h, target, mine = batch(env, 31, dtype=torch.float32)
+        h_own = h[mine].requires_grad_()
+        loss = head.loss(h_own, target[mine], label_smoothing=0.1)
+        loss.backward()
+        found.append([loss.detach(), h_own.grad, *(p.grad.to_local() for p in head.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    everybody = [None] * env.size
+    dist.all_gather_object(everybody, found[0][0].item(), group=env.group)
+    assert len(set(everybody)) == 1  # the same number, to the bit, on every process
+
+
+# ---------------------------------------------------------------------------------------------------------- a backbone
+
+
+def network():
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, D)).double()
+
+
+@check(processes=(2, 3))
+def check_backbone_under_ddp(env):
+    """Training a backbone under DDP with a sharded head is training both in one process on the joined batch."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    head, whole, own = heads(env, 7, averaged=True)
+    backbone, reference = DistributedDataParallel(network(), process_group=env.group), network()
+    optimizer = torch.optim.SGD([*backbone.parameters(), *head.parameters()], lr=0.3, momentum=0.9, foreach=False)
+    expected = torch.optim.SGD([*reference.parameters(), *whole.parameters()], lr=0.3, momentum=0.9)
+    for step in range(4):
+        g = torch.Generator().manual_seed(step)
+        rows = [4, 6, 2][: env.size]  # uneven
+        images, target = torch.randn(sum(rows), 6, generator=g).double(), torch.randint(7, (sum(rows),), generator=g)
+        mine = slice(sum(rows[: env.rank]), sum(rows[: env.rank + 1]))
+        optimizer.zero_grad()
+        expected.zero_grad()
+        loss = head.loss(backbone(images[mine]), target[mine], label_smoothing=0.1)
+        loss.backward()
+        reference_loss = whole.loss(reference(images), target, label_smoothing=0.1)
+        reference_loss.backward()
+        close(loss, reference_loss)
+        for p, q in zip(backbone.parameters(), reference.parameters(), strict=True):
+            close(p.grad, q.grad)
+        norm = sharded.clip_grad_norm_([*backbone.parameters(), *head.parameters()], 0.4)
+        close(norm, nn.utils.clip_grad_norm_([*reference.parameters(), *whole.parameters()], 0.4), 1e-6)
+        optimizer.step()
+        expected.step()
+    for p, q in zip(backbone.parameters(), reference.parameters(), strict=True):
+        close(p, q, 1e-9)
+    for name, q in whole.named_parameters():
+        close(getter(head, name).to_local(), q[own], 1e-9)
+
+
+@check()
+def check_averaged_scales_dh_alone(env):
+    for averaged, scale in ((True, env.size), (False, 1)):
+        head, whole, own = heads(env, 7, averaged=averaged)
+        h, target, mine = batch(env, 7)
+        compare(head, whole, own, h, target, mine, 1e-12, scale=scale)
+        compare(head, whole, own, h, target, mine, 1e-12, scale=scale, reduction="none")
+        h_own, h_all = h[mine].clone().requires_grad_(), h.clone().requires_grad_()
+        z, expected = head(h_own), whole(h_all)
+        z.to_local().square().sum().backward()
+        expected.square().sum().backward()
+        close(h_own.grad, scale * h_all.grad[mine])
+
+
+# ------------------------------------------------------------------------------------------------------------- outputs
+
+
+@check(processes=(1, 4))
+def check_outputs(env):
+    for classes, cls in ((10, GSoftmaxHead), (3, GSoftmaxHead), (7, SoftmaxHead)):
+        head, whole, own = heads(env, classes, cls=cls)
+        h, target, mine = batch(env, classes)
+        for name in ("features", "forward", "predict_proba"):
+            out, expected = getattr(head, name)(h[mine]), getattr(whole, name)(h)
+            assert out.shape == expected.shape
+            close(out.to_local(), expected[:, own])
+            close(out.full_tensor(), expected)
+        assert torch.equal(head.predict(h[mine]), whole.predict(h)[mine])
+        assert torch.equal(whole.predict(h), whole(h).argmax(1))
+        for k in (1, 3):
+            values, indices = head.topk(h[mine], k)
+            expected_values, expected = whole(h).topk(k)
+            close(values, expected_values[mine])
+            assert torch.equal(indices, expected[mine])
+        # gradients through x and z
+        h_own, h_all = h[mine].clone().requires_grad_(), h.clone().requires_grad_()
+        head.zero_grad()
+        whole.zero_grad()
+        head(h_own).to_local().sin().sum().backward()
+        whole(h_all).sin().sum().backward()
+        close(h_own.grad, h_all.grad[mine])
+        for name, p in whole.named_parameters():
+            close(getter(head, name).grad.to_local(), p.grad[own])
+
+
+@check()
+def check_ties_go_to_the_first_class(env):
+    head, _, own = heads(env, 10, cls=SoftmaxHead)
+    with torch.no_grad():
+        head.weight.to_local().zero_()
+        head.bias.to_local().copy_((torch.arange(10) >= 4).double()[own])
+    assert head.predict(torch.ones(2, D).double()).tolist() == [4, 4]
+    assert head.topk(torch.ones(1, D).double(), 10)[1].sort()[0].tolist() == [list(range(10))]
+
+
+@check()
+def check_top1_error(env):
+    head, whole, own = heads(env, 7)
+    batches = [batch(env, 7, seed=i, ignore=(0, 6)) for i in range(3)]
+    mine = [(h[rows], target[rows]) for h, target, rows in batches][: 1 + env.rank % 3]  # some have fewer batches
+    wrong = seen = 0
+    for i, (h, target, _) in enumerate(batches):
+        for r, n in enumerate(ROWS[env.size]):
+            at = slice(sum(ROWS[env.size][:r]), sum(ROWS[env.size][:r]) + n)
+            if i < 1 + r % 3:
+                keep = target[at] != -100
+                wrong += int((whole.predict(h[at]) != target[at])[keep].sum())
+                seen += int(keep.sum())
+    assert 0 < wrong < seen
+    assert sharded.top1_error(head, mine) == wrong / seen
+    assert math.isnan(sharded.top1_error(head, []))
+
+
+# ----------------------------------------------------------------------------------------------------------- Gaussians
+
+
+@check()
+def check_tracked_gaussians(env):
+    """They follow the same rows as one process's: ignored ones are left out, eval and no_grad leave them alone."""
+    for classes in (10, 3):
+        head, whole, own = heads(env, classes, gaussians="tracked", momentum=0.3)
+        for step in range(3):
+            h, target, mine = batch(env, classes, ignore=(1, 7) if step == 1 else (), seed=step, soft=step == 2)
+            compare(head, whole, own, h, target, mine, 1e-12)
+            close(head.mu.to_local(), whole.mu[own])
+            close(head.sigma.to_local(), whole.sigma[own])
+        close(head(h[mine]).to_local(), whole(h)[:, own])  # takes a step too
+        close(head.mu.to_local(), whole.mu[own])
+        # two losses before the backward pass: the second step must not change the first one's gradient
+        again = h[mine].clone().requires_grad_(), h.clone().requires_grad_()
+        (head.loss(again[0], target[mine]) + head.loss(again[0] * 2, target[mine])).backward()
+        (whole.loss(again[1], target) + whole.loss(again[1] * 2, target)).backward()
+        close(again[0].grad, again[1].grad[mine])
+        before = head.mu.to_local().clone()
+        with torch.no_grad():
+            head.loss(h[mine], target[mine])
+        head.eval()
+        head.loss(h[mine], target[mine])
+        target = torch.full((len(h),), -100)
+        head.train()
+        head.loss(h[mine], target[mine])  # no row counts
+        assert torch.equal(before, head.mu.to_local())
+
+
+@check()
+def check_fit_gaussians(env):
+    head, whole, own = heads(env, 10)
+    batches = [batch(env, 10, seed=i) for i in range(2)]
+    mine = [(h[rows], None) for h, _, rows in batches]
+    if env.rank == 3:
+        mine = [(torch.cat([h for h, _ in mine]), None)]  # the same rows in one batch
+    head.fit_gaussians(mine)
+    x = torch.cat([whole.features(h) for h, _, _ in batches])
+    close(head.mu.to_local(), x.mean(0)[own], 1e-9)
+    close(head.sigma.to_local(), x.std(0, correction=0)[own], 1e-9)
+
+
+@check()
+def check_initial_gaussians(env):
+    for mu, sigma in ((0.5, 2.0), (list(range(7)), torch.linspace(0.5, 3, 7))):
+        options = {"mu": mu, "sigma": sigma, "gaussians": "fixed", "dtype": torch.float64}
+        head = GSoftmaxHead(D, 7, shard="class", mesh=env.mesh, **options)
+        whole = GSoftmaxHead(D, 7, **options)
+        own = slice(head.shard.start, head.shard.stop)
+        for _ in range(2):
+            close(head.mu.to_local(), whole.mu[own])
+            close(head.sigma.to_local(), whole.sigma[own])
+            close(head.sigma.full_tensor(), whole.sigma)
+            head.gaussians.set_gaussians(1.0, 1.0)
+            assert (head.mu.to_local() == 1).all()
+            head.reset_parameters()
+        assert not list(head.gaussians.parameters())
+
+
+@check()
+def check_random_state_after_making_a_head(env):
+    """A head that is sharded draws what the whole one draws, also where it is drawn in pieces."""
+    torch.manual_seed(3)
+    GSoftmaxHead(D, 7)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    GSoftmaxHead(D, 7, shard="class", mesh=env.mesh)
+    assert torch.equal(torch.rand(3), expected)
+
+
+# ----------------------------------------------------------------------------------------------------------- negatives
+
+
+@check(processes=(1, 3))
+def check_all_negatives_are_the_exact_loss(env):
+    for options in ({}, {"label_smoothing": 0.2}, {"reduction": "none"}):
+        for classes in (10, 3):
+            head, whole, own = heads(env, classes, negatives=classes)
+            h, target, mine = batch(env, classes, ignore=(2,))
+            compare(head, whole, own, h, target, mine, 1e-12, **options)
+            assert int(head.draws) == 1
+
+
+@check(processes=(1, 3))
+def check_negatives_are_unbiased(env):
+    draw_often(env, {1: 500, 3: 60}[env.size])
+
+
+@check(processes=(1, 3), slow=True)
+def check_negatives_are_unbiased_to_more_digits(env):
+    draw_often(env, {1: 10_000, 3: 1000}[env.size])
+
+
+def draw_often(env, trials):
+    """Over many draws exp(loss + z_target), the sum of exponentials, and the smoothing term average to the truth."""
+    classes = 40
+    head, whole, own = heads(env, classes, negatives=9)
+    h, target, mine = batch(env, classes, seed=4)
+    target[:] = torch.tensor([3, 3, 17, 25, 39, 3, 0, 17, 25])  # few targets, so that most classes must be drawn
+    with torch.no_grad():
+        for module in (head, whole):
+            module.bias.add_(3.0)
+        weight = torch.linspace(0.5, 2, classes, dtype=torch.float64)
+        z = whole(h)
+        z_target = z.gather(1, target[:, None])[:, 0]
+        truth = z.exp().sum(1)
+    sums, smoothed = [], []
+    hits = torch.zeros(own.stop - own.start)
+    for _ in range(trials):
+        loss = head.loss(h[mine], target[mine], reduction="none")
+        sums.append((loss.detach() + z_target[mine]).exp())
+        head.weight.grad = None
+        loss.sum().backward()
+        hits += (head.weight.grad.to_local() != 0).any(1)
+        # With smoothing 1 the loss is mean(w) lse - mean(w z); from the same draw, the lse goes out of it.
+        head.draws -= 1
+        options = {"reduction": "none", "label_smoothing": 1.0, "class_weight": weight}
+        other = head.loss(h[mine], target[mine], **options).detach()
+        smoothed.append(weight.mean() * (loss.detach() + z_target[mine]) - other)
+    assert int(head.draws) == trials
+    for found, expected in ((torch.stack(sums), truth[mine]), (torch.stack(smoothed), (weight * z).mean(1)[mine])):
+        if found.numel():
+            error = (found.mean(0) - expected) / (found.std(0) / math.sqrt(trials))
+            assert error.abs().max() < 4.5, error
+            assert (found.std(0) > 1e-3).all()  # something was drawn at all
+    # every class that is no target is drawn equally often, targets always
+    kept = torch.unique(target[(target >= own.start) & (target < own.stop)]) - own.start
+    assert (hits[kept] == trials).all()
+    others = [i for i in range(own.stop - own.start) if i not in kept.tolist()]
+    wanted = 9 * own.stop // 40 - 9 * own.start // 40
+    p = wanted / len(others)
+    deviation = (hits[others] - trials * p) / math.sqrt(trials * p * (1 - p))
+    assert deviation.abs().max() < 4.5, deviation
+
+
+@check()
+def check_negatives_touch_drawn_rows_only(env):
+    head, whole, own = heads(env, 200, negatives=20)
+    h, target, mine = batch(env, 200)
+    h_own = h[mine].requires_grad_()
+    head.loss(h_own, target[mine]).backward()
+    touched = (head.weight.grad.to_local() != 0).any(1)
+    assert torch.equal(touched, head.mu.grad.to_local() != 0) and torch.equal(touched, head.bias.grad.to_local() != 0)
+    targets = torch.unique(target[(target >= own.start) & (target < own.stop)]) - own.start
+    assert touched[targets].all()
+    assert int(touched.sum()) == len(targets) + 5  # 20 negatives, 5 of each process
+    # From which classes were drawn, the formula, and autograd: the same loss and gradients.
+    drawn = [None] * env.size
+    found, one = touched.nonzero()[:, 0] + own.start, torch.ones((), dtype=torch.float64)
+    inverse = torch.where(torch.isin(found, target), 1.0, one * (own.stop - own.start - len(targets)) / 5)
+    dist.all_gather_object(drawn, (found, inverse), group=env.group)
+    found, inverse = (torch.cat(parts) for parts in zip(*drawn, strict=True))
+    w, e, h_all = torch.linspace(0.5, 2, 200, dtype=torch.float64), 0.3, h.clone().requires_grad_()
+    z = whole(h_all)
+    lse = (z[:, found] + inverse.log()).logsumexp(1)
+    rows = ((1 - e) * w[target] + e * w.mean()) * lse - (1 - e) * w[target] * z.gather(1, target[:, None])[:, 0]
+    rows = rows - (e / 200 * w[found] * inverse * z[:, found]).sum(1)
+    expected = rows.sum() / w[target].sum()
+    expected.backward()
+    head.zero_grad()
+    head.draws -= 1
+    h_own.grad = None
+    loss = head.loss(h_own, target[mine], label_smoothing=e, class_weight=w)
+    loss.backward()
+    close(loss, expected)
+    close(h_own.grad, h_all.grad[mine])
+    for name, p in whole.named_parameters():
+        close(getter(head, name).grad.to_local(), p.grad[own])
+    # evaluation looks at all classes
+    head.eval()
+    close(head.loss(h[mine], target[mine]), whole.loss(h, target))
+    assert int(head.draws) == 1
+
+
+@check()
+def check_negatives_come_again_after_a_restart(env):
+    head, _, _ = heads(env, 200, negatives=20, seed=3)
+    h, target, mine = batch(env, 200)
+
+    def go(module, steps):
+        return [module.loss(h[mine], target[mine]).item() for _ in range(steps)]
+
+    first = go(head, 3)
+    sharded.save(env.folder / "draws", {"head": head})
+    rest = go(head, 3)
+    other, _, _ = heads(env, 200, negatives=20, seed=3)
+    assert go(other, 3) == first
+    again, _, _ = heads(env, 200, negatives=20, seed=3)
+    sharded.load(env.folder / "draws", {"head": again})
+    assert go(again, 3) == rest and len(set(first + rest)) == 6
+    different, _, _ = heads(env, 200, negatives=20, seed=4)
+    assert go(different, 1) != first[:1]
+
+
+@check()
+def check_few_negatives_still_leave_no_class_out(env):
+    """One negative for four processes: each draws one, or the classes of the others would count for nothing."""
+    head, whole, own = heads(env, 40, negatives=1)
+    h, target, mine = batch(env, 40)
+    h_own = h[mine].requires_grad_()
+    head.loss(h_own, target[mine]).backward()
+    targets = torch.unique(target[(target >= own.start) & (target < own.stop)])
+    assert int((head.bias.grad.to_local() != 0).sum()) == len(targets) + 1
+
+
+# ------------------------------------------------------------------------------------------------------------ geometry
+
+
+@check(processes=(1, 2, 3, 4))
+def check_class_statistics(env):
+    for classes, pooled in ((7, False), (3, False), (7, True), (3, True), (2, True)):
+        head, whole, own = heads(env, classes)
+        mine_statistics = sharded.ClassStatistics(head, pooled=pooled)
+        expected = geometry.ClassStatistics(classes, pooled=pooled)
+        for step in range(4):
+            h, target, mine = batch(env, classes, ignore=(2,), seed=step)
+            if classes == 7:
+                target[target == 5] = 4  # a class without examples
+            mine_statistics.update(head.features(h[mine] + 3), target[mine])
+            expected.update(whole.features(h + 3), target)
+        got, want = mine_statistics.geometry(), expected.geometry()
+        for name in geometry.MEASURES:
+            close(getattr(got, name), getattr(want, name), 1e-9)
+            close(getattr(mine_statistics, name)(), getattr(want, name), 1e-9)
+        assert torch.equal(got.count, want.count) and got.left_out == want.left_out and got.pooled == want.pooled
+        assert mine_statistics.left_out() == want.left_out
+        assert not want.compactness.isnan().all() and (not want.separability.isnan().all())
+
+
+@check()
+def check_class_statistics_of_odd_classes(env):
+    """An output that never varies, on one process alone, is told on all of them."""
+    head, whole, own = heads(env, 7)
+    with torch.no_grad():
+        whole.weight[2] = 0
+        head.weight.to_local().copy_(whole.weight[own])
+    for pooled in (False, True):
+        got, want = sharded.ClassStatistics(head, pooled=pooled), geometry.ClassStatistics(7, pooled=pooled)
+        for step in range(3):
+            h, target, mine = batch(env, 7, seed=step)
+            got.update(head.features(h[mine]), target[mine])
+            want.update(whole.features(h), target)
+        assert got.left_out() == want.left_out() and want.left_out()
+        close(got.separability(), want.separability(), 1e-9)
+        close(got.dprime(), want.dprime(), 1e-9)
+        with sharded.bytes_on_wire() as wire:
+            got.separability()
+        assert wire.total < 1000  # a few numbers a class, not the 63 outputs
+    raises(
+        env,
+        "x must be finite",
+        lambda: got.update(
+            head.features(torch.full((1, D), torch.nan if env.rank == 1 else 1.0).double()), torch.tensor([1])
+        ),
+    )
+    raises(env, "x must be the DTensor", lambda: got.update(h, target))
+
+
+@check(processes=(1, 4))
+def check_learned_geometry(env):
+    for classes in (10, 3, 1):
+        head, whole, own = heads(env, classes)
+        mu, sigma = whole.mu.detach(), whole.sigma.detach()
+        close(sharded.compactness(head.sigma).to_local(), geometry.compactness(sigma)[own], 1e-9)
+        close(sharded.separability(head.mu, head.sigma).to_local(), geometry.separability(mu, sigma)[own], 1e-9)
+        close(sharded.ratio(head.mu, head.sigma).full_tensor(), geometry.ratio(mu, sigma), 1e-9)
+
+
+# --------------------------------------------------------------------------------------------------------- checkpoints
+
+
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.2, momentum=0.9, weight_decay=1e-3),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.05, betas=(0.8, 0.95)),
+}
+
+
+def train(backbone, head, optimizer, env, steps, mine=True):
+    """Steps on the joined batch of the given numbers, of which each process takes its part."""
+    for step in steps:
+        g = torch.Generator().manual_seed(step)
+        images, target = torch.randn(8, 6, generator=g).double(), torch.randint(10, (8,), generator=g)
+        at = torch.arange(8).tensor_split(env.size)[env.rank] if mine else slice(None)
+        optimizer.zero_grad()
+        head.loss(backbone(images[at]), target[at], label_smoothing=0.1).backward()
+        if mine:
+            for p in backbone.parameters():  # added up, because averaged=False
+                dist.all_reduce(p.grad, group=env.group)
+        optimizer.step()
+
+
+def groups(backbone, head):
+    return [{"params": list(backbone.parameters())}, *param_groups(head, lr=0.02, weight_decay=0.01)]
+
+
+def resumed(world, path, name):
+    """Three processes train and save, two go on, then one with a whole head: against one undisturbed run."""
+    make = OPTIMIZERS[name]
+    expected_head, backbone = None, network()
+    for k, steps in ((3, range(0, 3)), (2, range(3, 6)), (1, range(6, 8))):
+        env = world.get(k)
+        if env is None:
+            continue
+        head, whole, own = heads(env, 10)
+        if expected_head is None:
+            expected_head, expected_backbone = whole, network()
+            expected = make(groups(expected_backbone, expected_head))
+        # another start, which loading must undo
+        backbone = network()
+        if k < 3:
+            with torch.no_grad():
+                for p in [*backbone.parameters(), *head.parameters()]:
+                    p.mul_(0.0)
+        optimizer = make(groups(backbone, head))
+        modules = {"backbone": backbone, "head": head}
+        if k < 3:
+            optimizer.param_groups[0]["lr"] = 123.0
+            assert load_on(env, path / name, modules, optimizer) == {"step": steps.start}
+        train(backbone, head, optimizer, env, steps)
+        train(expected_backbone, expected_head, expected, env, steps, mine=False)
+        for p, q in zip(backbone.parameters(), expected_backbone.parameters(), strict=True):
+            close(p, q, 1e-10)
+        for n, q in expected_head.named_parameters():
+            close(getter(head, n).to_local(), q[own], 1e-10)
+        assert int(optimizer.state[backbone[0].weight].get("step", steps.stop)) == steps.stop
+        save_on(env, path / name, modules, optimizer, {"step": steps.stop})
+        dist.barrier(env.group)
+    return expected_backbone, expected_head, expected
+
+
+def save_on(env, *args):
+    """`save` with only the processes of a check, as if they were all there are."""
+    with only(env):
+        sharded.save(args[0], args[1], args[2], extra=args[3])
+
+
+def load_on(env, *args):
+    with only(env):
+        return sharded.load(*args)
+
+
+@contextlib.contextmanager
+def only(env):
+    before = sharded.wire._world
+    sharded.wire._world = lambda: env.group
+    try:
+        yield
+    finally:
+        sharded.wire._world = before
+
+
+@check()
+def check_checkpoint_of_three_goes_on_with_two_and_one(env):
+    for name in OPTIMIZERS:
+        if env.rank < 3:
+            backbone, whole, optimizer = resumed(env.world, env.folder, name)
+        if env.rank == 0:
+            # and the whole head in one process without any processes
+            other, head = network(), GSoftmaxHead(D, 10, dtype=torch.float64)
+            fresh = OPTIMIZERS[name](groups(other, head))
+            with only(SimpleNamespace(group=None)):
+                assert sharded.load(env.folder / name, {"backbone": other, "head": head}, fresh) == {"step": 8}
+            for p, q in zip(head.parameters(), whole.parameters(), strict=True):
+                close(p, q, 1e-10)
+                for key, value in optimizer.state[q].items():
+                    close(fresh.state[p][key], value, 1e-10)
+            assert len(list((env.folder / name).iterdir())) == 2  # the index and one file: old ones are gone
+        dist.barrier(env.group)
+
+
+@check()
+def check_whole_checkpoint_into_a_sharded_head(env):
+    head, whole, own = heads(env, 10, gaussians="tracked")
+    with torch.no_grad():
+        whole.weight += 1
+        whole.gaussians.mu += 2
+    if env.rank == 0:
+        with only(SimpleNamespace(group=None)):
+            sharded.save(env.folder / "whole", {"head": whole})
+    dist.barrier(env.group)
+    assert sharded.load(env.folder / "whole", {"head": head}) is None
+    for name, t in whole.state_dict().items():
+        assert torch.equal(head.state_dict()[name].to_local(), t[own])
+
+
+@check()
+def check_only_needed_rows_are_read(env):
+    head, _, own = heads(env, 31)
+    sharded.save(env.folder / "rows", {"head": head})
+    read = []
+    whole_read = sharded.checkpoint._Reader.read
+
+    def watched(self, name, rows):
+        out = whole_read(self, name, rows)
+        read.append((name, rows, out.shape[0]))
+        return out
+
+    sharded.checkpoint._Reader.read = watched
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            sharded.load(env.folder / "rows", {"head": head})
+    finally:
+        sharded.checkpoint._Reader.read = whole_read
+    assert {name for name, _, _ in read} == {f"head/{n}" for n in head.state_dict()}
+    assert all(rows == [own.start, own.stop] and n == own.stop - own.start for _, rows, n in read)
+
+
+@check()
+def check_damaged_checkpoints_are_refused(env):
+    head, whole, own = heads(env, 10)
+    folder = env.folder / "damaged"
+    sharded.save(folder, {"head": head}, extra={"epoch": 1})
+    index = (folder / "index.json").read_bytes()
+    files = sorted(p for p in folder.iterdir() if p.suffix == ".safetensors")
+    assert len(files) == env.size
+    victim, content = files[2], files[2].read_bytes()
+    before = [p.to_local().clone() for p in head.parameters()]
+
+    def spoil(path, data):
+        dist.barrier(env.group)
+        if env.rank == 0:
+            path.unlink() if data is None else path.write_bytes(data)
+        dist.barrier(env.group)
+
+    def flipped(data, at):
+        return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+    other = json.loads(index)
+    other["tensors"]["head/weight"]["parts"][0]["rows"][1] -= 1
+    other["sha256"] = sharded.checkpoint._index_sha256(other)
+    outside = json.loads(index.replace(victim.name.encode(), b"../" + victim.name.encode()))
+    outside["sha256"] = sharded.checkpoint._index_sha256(outside)
+    cases = [
+        (victim, content[:-1], victim.name),
+        (victim, b"", victim.name),
+        (victim, None, victim.name),
+        (victim, flipped(content, len(content) - 3), victim.name),
+        (victim, flipped(content, 20), victim.name),
+        (folder / "index.json", index[:-20], "index.json"),
+        (folder / "index.json", index.replace(b'"epoch": 1', b'"epoch": 2'), "index.json"),
+        (folder / "index.json", b"[]", "index.json"),
+        (folder / "index.json", b"\xff\xfe", "index.json"),
+        (folder / "index.json", b'{"format": "other"}', "index.json"),
+        (folder / "index.json", json.dumps(other).encode(), "index.json"),
+        (folder / "index.json", json.dumps(outside).encode(), "index.json"),
+        (folder / "index.json", None, "index.json"),
+    ]
+    for path, data, words in cases:
+        spoil(path, data)
+        raises(env, words, lambda: sharded.load(folder, {"head": head}))
+        assert all(torch.equal(a, p.to_local()) for a, p in zip(before, head.parameters(), strict=True))
+        spoil(path, content if path == victim else index)
+    assert sharded.load(folder, {"head": head}) == {"epoch": 1}
+    # other modules and optimisers than were saved
+    more, _, _ = heads(env, 11)
+    bare, _, _ = heads(env, 10, bias=False)
+    raises(env, "must have shape", lambda: sharded.load(folder, {"head": more}))
+    raises(env, "also has head/bias", lambda: sharded.load(folder, {"head": bare}))
+    raises(env, "does not have", lambda: sharded.load(folder, {"body": head}))
+    sgd = torch.optim.SGD(head.parameters(), lr=0.1)
+    raises(env, "has no optimiser", lambda: sharded.load(folder, {"head": head}, sgd))
+    raises(
+        env,
+        "parameters of the modules alone",
+        lambda: sharded.save(folder, {"head": head}, torch.optim.SGD(more.parameters(), lr=0.1)),
+    )
+    sharded.save(folder, {"head": head}, sgd)
+    adam = torch.optim.Adam(head.parameters())
+    raises(env, "optimizer must be SGD", lambda: sharded.load(folder, {"head": head}, adam))
+    fewer = torch.optim.SGD([head.weight], lr=0.1)
+    raises(env, "optimizer must hold parameters", lambda: sharded.load(folder, {"head": head}, fewer))
+    assert sharded.load(folder, {"head": head}, sgd) is None
+
+
+@check()
+def check_interrupted_save_keeps_the_checkpoint(env):
+    """One process fails to write, or all stop before the index: the old checkpoint is still there, whole."""
+    import safetensors.torch
+
+    head, _, _ = heads(env, 10)
+    folder = env.folder / "interrupted"
+    sharded.save(folder, {"head": head}, extra={"epoch": 1})
+    old = [p.to_local().clone() for p in head.parameters()]
+    names = sorted(p.name for p in folder.iterdir())
+    with torch.no_grad():
+        for p in head.parameters():
+            p.add_(1.0)
+    real = safetensors.torch.save_file
+
+    def full(tensors, path):
+        if env.rank == 2:
+            Path(path).write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        real(tensors, path)
+
+    safetensors.torch.save_file = full
+    try:
+        raises(env, "No space left", lambda: sharded.save(folder, {"head": head}, extra={"epoch": 2}))
+    finally:
+        safetensors.torch.save_file = real
+    dist.barrier(env.group)
+    assert sorted(p.name for p in folder.iterdir()) == names
+    replace = os.replace
+
+    def no_index(source, destination):
+        if Path(destination).name == "index.json":
+            raise OSError(28, "No space left on device")
+        replace(source, destination)
+
+    os.replace = no_index
+    try:
+        raises(env, "index.json cannot be written: No space left", lambda: sharded.save(folder, {"head": head}))
+    finally:
+        os.replace = replace
+    dist.barrier(env.group)
+    assert sorted(p.name for p in folder.iterdir()) == names
+    assert sharded.load(folder, {"head": head}) == {"epoch": 1}
+    assert all(torch.equal(a, p.to_local()) for a, p in zip(old, head.parameters(), strict=True))
+    sharded.save(folder, {"head": head}, extra={"epoch": 3})
+    assert sharded.load(folder, {"head": head}) == {"epoch": 3}
+
+
+# -------------------------------------------------------------------------------------------------------------- misuse
+
+
+@check()
+def check_mistakes_end_on_every_process(env):
+    head, _, _ = heads(env, 7)
+    h, target, _ = batch(env, 7, rows=[2, 2, 2, 2])
+    h, target = h[:2], target[:2]
+    mine = env.rank == 2  # the process that makes the mistake
+    bad = {
+        "target must lie between 0 and 6": lambda: head.loss(h, torch.tensor([0, 7]) if mine else target),
+        "h must have 5 features": lambda: head.loss(h[:, :4] if mine else h, target),
+        "h must be floating point": lambda: head.loss(h.long() if mine else h, target),
+        "target of class indices must have shape": lambda: head.loss(h, target[:1] if mine else target),
+        "target must be a tensor": lambda: head.loss(h, [0, 1] if mine else target),
+        "label_smoothing must lie between": lambda: head.loss(h, target, label_smoothing=2.0 if mine else 0.0),
+        "reduction must be one of": lambda: head.loss(h, target, reduction="max" if mine else "mean"),
+        "weight must have shape": lambda: head.loss(h, target, class_weight=torch.ones(3)),
+        "every process must make the same call": lambda: head.loss(h, target, reduction="sum" if mine else "mean"),
+        "target must hold probabilities, got NaN": lambda: head.loss(
+            h, torch.full((2, 7), torch.nan if mine else 0.1).double()
+        ),
+        "batches must hold at least two": lambda: head.fit_gaussians([]),
+        "batches must hold finite": lambda: head.fit_gaussians([h / 0]),
+    }
+    for words, call in bad.items():
+        raises(env, words, call)
+    raises(env, "h must have 5 features", lambda: head(h[:, :4]))
+    raises(env, "h must have 5 features", lambda: head.predict(h[:, :4] if mine else h))
+    raises(env, "k must lie between", lambda: head.topk(h, 8))
+    sampled, _, _ = heads(env, 7, negatives=3)
+    raises(env, "class indices with negatives", lambda: sampled.loss(h, torch.ones(2, 7).double() / 7))
+    made = {"shard": "class", "mesh": env.mesh}
+    for words, options in {
+        "shard must be 'class'": {"shard": "rows", "mesh": env.mesh},
+        "shard must be 'class', or None": {"mesh": env.mesh},
+        "form=None": {"form": "paired", **made},
+        "negatives must be": {"negatives": 0, **made},
+        "seed must be": {"seed": -1, **made},
+        "sigma must be above": {"sigma": 0.0, **made},
+        "mu must be a number or 7 values": {"mu": [1.0], **made},
+        "gaussians must be one of": {"gaussians": "guessed", **made},
+    }.items():
+        raises(env, words, lambda options=options: GSoftmaxHead(D, 7, **options))
+    raises(env, "num_classes must be", lambda: SoftmaxHead(D, 0, **made))
+    raises(env, "are fitted by the head", lambda: head.gaussians.fit_gaussians([]))
+    raises(env, "target must need no gradient", lambda: head.loss(h, torch.ones(2, 7).double().requires_grad_()))
+    other = env.world.get(1)  # a mesh of process 0 alone
+    if other is not None:
+        assert SoftmaxHead(D, 7, shard="class", mesh=other.mesh).shard.stop == 7
+    # On a GPU labels are not looked at, so one that no process has must not give a loss that looks right.
+    look, functional._check_labels = functional._check_labels, lambda *_: None
+    assert torch.isnan(head.loss(h, torch.tensor([0, 7])))
+    functional._check_labels = look
+    # and afterwards everybody is in step
+    assert torch.isfinite(head.loss(h, target))
+
+
+# ------------------------------------------------------------------------------------------------------------- running
+
+
+def worker(rank, folder, which):
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    folder = Path(folder)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=WORLD,
+        timeout=datetime.timedelta(seconds=300),
+    )
+    gaussians._processes = lambda: 1  # the whole head, which is compared with, stands for a single process
+    world = {}
+    for k in range(1, WORLD + 1):
+        mesh = DeviceMesh("cpu", torch.arange(k))
+        if rank < k:
+            world[k] = SimpleNamespace(mesh=mesh, group=mesh.get_group(), rank=rank, size=k, folder=folder)
+    for env in world.values():
+        env.world = world
+    results = {}
+    for name, (function, k) in (CHECKS if which == "fast" else SLOW).items():
+        if k in world:
+            torch.manual_seed(0)
+            began = time.perf_counter()
+            try:
+                function(world[k])
+            except Exception:
+                # The others may wait for this process: leaving lets them fail at once instead of after minutes.
+                results[name] = traceback.format_exc()
+                (folder / f"results-{rank}.json").write_text(json.dumps(results))
+                os._exit(0)
+            results[name] = ""
+            if rank == 0 and os.environ.get("SHARDED_TIMES"):
+                print(f"{time.perf_counter() - began:7.2f} s  {name}")
+    (folder / f"results-{rank}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+def starter(_, folder, which):
+    """Imports everything once, in a fresh process without threads, and splits into the workers."""
+    import safetensors.torch  # noqa: F401
+    import torch.distributed.tensor  # noqa: F401
+
+    torch.set_num_threads(1)
+    children = []
+    for rank in range(WORLD):
+        child = os.fork()
+        if child == 0:
+            try:
+                worker(rank, folder, which)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(0)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+
+
+def run_checks(folder, which):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        mp.spawn(starter, (str(folder), which), nprocs=1)
+    return [json.loads((folder / f"results-{rank}.json").read_text()) for rank in range(WORLD)]
+
+
+@pytest.fixture(scope="module")
+def fast(tmp_path_factory):
+    return run_checks(tmp_path_factory.mktemp("sharded"), "fast")
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory):
+    return run_checks(tmp_path_factory.mktemp("sharded"), "slow")
+
+
+def verdict(results, name, processes):
+    found = [results[rank].get(name, "did not run, because a check before it failed") for rank in range(processes)]
+    assert found == [""] * processes, "\n".join(f"process {rank}: {text}" for rank, text in enumerate(found))
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_processes(fast, name):
+    verdict(fast, name, CHECKS[name][1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_processes_slow(slow, name):
+    verdict(slow, name, SLOW[name][1])
+
+
+# ------------------------------------------------------------------------------------------------- without any process
+
+
+def test_needs_processes():
+    with pytest.raises(ValueError, match="init_process_group"):
+        GSoftmaxHead(D, 7, shard="class")
+
+
+@pytest.mark.parametrize("classes", [1, 3, 7, 10, 31])
+@pytest.mark.parametrize("processes", [1, 2, 3, 4, 40])
+def test_split_is_that_of_chunk(classes, processes):
+    parts = [sharded.split(classes, processes, rank) for rank in range(processes)]
+    expected = [len(part) for part in torch.arange(classes).chunk(processes)]
+    assert [b - a for a, b in parts if b > a] == expected
+    assert parts[0][0] == 0 and parts[-1][1] == classes
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
+
+
+@pytest.mark.parametrize(("below", "wanted"), [(10, 10), (10, 3), (1000, 3), (1000, 240), (10**9, 1000)])
+def test_distinct_draws(below, wanted):
+    drawn = sharded.head._distinct(np.random.default_rng(0), below, wanted)
+    assert len(drawn) == len(set(drawn.tolist())) == wanted and drawn.min() >= 0 and drawn.max() < below
+
+
+def test_distinct_draws_are_uniform():
+    counts = np.zeros(20)
+    for i in range(4000):
+        counts[sharded.head._distinct(np.random.default_rng(i), 20, 4)] += 1
+    assert abs(counts - 800).max() < 4.5 * math.sqrt(4000 * 0.2 * 0.8)
+
+
+def test_checkpoint_without_processes(tmp_path):
+    """Plain modules, tied weights, buffers of integers, half precision and optimisers with odd state."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3, bias=False)).to(torch.bfloat16)
+    net[2].weight = net[0].weight
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1, amsgrad=True)
+    net(torch.randn(4, 3, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    sharded.save(tmp_path / "a" / "b", {"net": net}, optimizer, extra={"names": ["x"]})
+    other = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3, bias=False)).to(torch.bfloat16)
+    other[2].weight = other[0].weight
+    fresh = torch.optim.Adam(other.parameters(), lr=0.5, amsgrad=True)
+    assert sharded.load(tmp_path / "a" / "b", {"net": other}, fresh) == {"names": ["x"]}
+    for name, value in net.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value), name
+    assert fresh.param_groups[0]["lr"] == 0.1 and fresh.param_groups[0]["betas"] == (0.9, 0.999)
+    for p, q in zip(net.parameters(), other.parameters(), strict=True):
+        assert optimizer.state[p].keys() == fresh.state[q].keys()
+        for key, value in optimizer.state[p].items():
+            assert torch.equal(fresh.state[q][key], value)
+    with pytest.raises(ValueError, match="without a slash"):
+        sharded.save(tmp_path, {"a/b": net})
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="cannot be written"):
+        sharded.save(tmp_path / "file" / "folder", {"net": net})
+    with pytest.raises(ValueError, match="holds no checkpoint"):
+        sharded.load(tmp_path / "nothing", {"net": net})
+
+
+def test_clip_grad_norm_without_processes():
+    with pytest.raises(ValueError, match="max_norm"):
+        sharded.clip_grad_norm_([], -1.0)
+    assert sharded.clip_grad_norm_([nn.Parameter(torch.ones(2))], 1.0) == 0
