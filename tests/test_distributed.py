@@ -164,7 +164,7 @@ def test_mistakes(tmp_path, monkeypatch):
     dataset, cpu = train.load_data(Config(device="cpu")), torch.device("cpu")
     with pytest.raises(ValueError, match="batch_size must be at least the number of processes, 80, .* got 64"):
         train.prepare(Config(device="cpu"), dataset, cpu, World(0, 80))
-    with pytest.raises(ValueError, match="ema must be 0 with parallel=fsdp, got 0.9"):
+    with pytest.raises(ValueError, match="ema must be 0 with parallel=fsdp and with classes in shards, got 0.9"):
         train.prepare(Config(device="cpu", ema=0.9, parallel="fsdp"), dataset, cpu, World(0, 2))
     monkeypatch.setenv("WORLD_SIZE", "2")
     from gsoftmax.cli import main

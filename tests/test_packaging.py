@@ -220,6 +220,7 @@ def test_a_missing_library_is_named_with_its_extra_before_the_work(library, monk
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, library, None)
     page.vega.cache_clear()
+    images._pillow.cache_clear()
     (tmp_path / "tiny.ppm").write_bytes(TINY)
     with pytest.raises(ValueError, match="which is not installed: pip install ") as error:
         use(tmp_path)
