@@ -1,0 +1,40 @@
+"""The scaling note: its bytes are the counted ones, its table is the file's, its plot is the model's."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import scaling
+
+ROWS = json.loads(scaling.RESULTS.read_text())["rows"]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda r: f"{r['processes']}-{r['classes']}")
+def test_the_formula_gives_the_counted_bytes(row):
+    k = row["processes"]
+    assert scaling.sent_by_shards(k, row["rows"] // k, row["features"], 4) == row["shards sent bytes"]
+
+
+def test_the_page_shows_what_was_measured():
+    page = (scaling.ROOT / "docs" / "scale-out.md").read_text("utf-8")
+    for row in ROWS:
+        line = next(r for r in page.splitlines() if r.startswith(f"| {row['processes']} | {row['classes']:,} |"))
+        assert f"| {row['shards ms']:.0f} ms | {row['copies ms']:.0f} ms |" in line
+
+
+def test_the_model_grows_with_what_it_should(tmp_path):
+    machine = scaling.Machine()
+    for k in (1, 2, 8, 64, 1024):
+        assert scaling.step_of_shards(k, 1e7, 128, 512, machine) > scaling.step_of_shards(k, 1e6, 128, 512, machine)
+    # at one process the two differ by x made again in the backward pass alone
+    one = scaling.step_of_shards(1, 1e6, 128, 512, machine) - scaling.step_of_copies(1, 1e6, 128, 512, machine)
+    assert one == pytest.approx(2 * 128 * 512 * 1e6 / machine.operations)
+    assert scaling.step_of_copies(8, 1e8, 128, 512, machine) == float("inf")  # 614 GB do not fit
+    assert scaling.step_of_shards(8, 1e8, 128, 512, machine) == pytest.approx(0.12, rel=0.1)
+    scaling.plot(tmp_path / "plot.svg")
+    words = [re.findall(r"<!-- (.*?) -->", p.read_text()) for p in (tmp_path / "plot.svg", Path(scaling.PLOT))]
+    assert words[0] == words[1] and "100,000,000 classes" in words[0], "python -m benchmarks.scaling --plot"
