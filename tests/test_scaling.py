@@ -1,4 +1,4 @@
-"""The scaling note: its bytes are the counted ones, its table is the file's, its plot is the model's."""
+"""Pages about speed and scale say what was measured: bytes, tables and plots follow from the files in results/."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import scaling
+from benchmarks import plot, scaling
 
 ROWS = json.loads(scaling.RESULTS.read_text())["rows"]
 
@@ -38,3 +38,13 @@ def test_the_model_grows_with_what_it_should(tmp_path):
     scaling.plot(tmp_path / "plot.svg")
     words = [re.findall(r"<!-- (.*?) -->", p.read_text()) for p in (tmp_path / "plot.svg", Path(scaling.PLOT))]
     assert words[0] == words[1] and "100,000,000 classes" in words[0], "python -m benchmarks.scaling --plot"
+
+
+def test_the_readme_shows_what_was_measured(tmp_path):
+    readme = (scaling.ROOT / "README.md").read_text("utf-8")
+    table = readme[readme.index("## What it costs") : readme.index("## Put it on a model you have")]
+    for _, size, ratio in plot.bars():
+        assert f"{ratio:.2f}" in table, size
+    plot.plot(tmp_path / "plot.svg")
+    words = [re.findall(r"<!-- (.*?) -->", p.read_text()) for p in (tmp_path / "plot.svg", plot.PLOT)]
+    assert words[0] == words[1] and "0.96" in words[0], "python -m benchmarks.plot"
