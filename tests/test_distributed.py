@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -166,11 +167,36 @@ def test_mistakes(tmp_path, monkeypatch):
         train.prepare(Config(device="cpu"), dataset, cpu, World(0, 80))
     with pytest.raises(ValueError, match="ema must be 0 with parallel=fsdp and with classes in shards, got 0.9"):
         train.prepare(Config(device="cpu", ema=0.9, parallel="fsdp"), dataset, cpu, World(0, 2))
+    with pytest.raises(ValueError, match="amp must be off or bf16 with parallel=fsdp"):
+        train.prepare(Config(device="cpu", amp="fp16", parallel="fsdp"), dataset, cpu, World(0, 2))
     monkeypatch.setenv("WORLD_SIZE", "2")
     from gsoftmax.cli import main
 
     assert main(["compare", "digits", "--out", str(tmp_path / "x")]) == 2
     assert not (tmp_path / "x").exists()
+
+
+def test_torchrun_goes_on_with_its_own_run_only(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    assert not distributed.restarted({})
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert distributed.restarted({"torchrun": "mine"})
+    assert not distributed.restarted({"torchrun": "another's"}) and not distributed.restarted({})
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert distributed.restarted({})
+
+
+def test_processes_agree_on_a_name_whatever_an_older_group_left_behind():
+    store = torch.distributed.HashStore()
+    for key in ("here/0", "here/1", "here/2", "heard/1", "heard/2"):
+        store.set(key, "old")
+    store.set("session", "old old old")
+    with ThreadPoolExecutor(3) as pool:
+        names = list(pool.map(lambda rank: distributed._agreed_prefix(store, rank, 3), (1, 2, 0)))
+        again = list(pool.map(lambda rank: distributed._agreed_prefix(store, rank, 3), (0, 1, 2)))
+    assert len(set(names)) == len(set(again)) == 1 and names != again and "old" not in names
 
 
 def test_a_lost_process_is_one_line():

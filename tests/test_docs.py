@@ -264,7 +264,7 @@ def test_tests_that_are_named_exist():
 def test_files_of_the_package_that_are_named_exist():
     for page, text in FOUND.items():
         for name in re.findall(r"`((?:src/gsoftmax|results|benchmarks|docs|examples|tests)/[\w./-]+)`", text):
-            assert (ROOT / name).exists(), f"{page} names {name}"
+            assert (ROOT / name).exists() or name.startswith("docs/_build/"), f"{page} names {name}"
 
 
 def test_the_equation_map_names_the_right_files():

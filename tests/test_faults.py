@@ -92,6 +92,18 @@ def test_without_a_good_checkpoint_a_run_begins_again(undisturbed, tmp_path):
     assert outputs(folder) == outputs(undisturbed)
 
 
+def test_damaged_checkpoints_do_not_push_out_new_ones(tmp_path):
+    config, folder = QUICK.override({"epochs": 5}), tmp_path / "run"
+    with pytest.raises(InterruptedError):
+        train.train(config, folder, progress=_stop_in_epoch(5))
+    for path in checkpoints(folder):
+        path.write_bytes(b"nothing")
+    with pytest.warns(UserWarning, match="was passed over"), pytest.raises(InterruptedError):
+        train.train(config, folder, resume=True, progress=_stop_in_epoch(3))
+    good = [p.name[:12] for p in checkpoints(folder) if p.suffix == ".pt"]
+    assert good == ["epoch-000001", "epoch-000002"]
+
+
 def test_two_checkpoints_are_kept_and_nothing_partial(undisturbed):
     assert [p.name[:12] for p in checkpoints(undisturbed)] == ["epoch-000002", "epoch-000003"]
     assert not list(undisturbed.rglob("*.partial")) and not (undisturbed / ".lock").exists()
@@ -244,15 +256,54 @@ def test_workers_of_a_killed_comparison_do_not_live_on(tmp_path):
     _wait_for(lambda: not status.exists() or "State:\tZ" in status.read_text())
 
 
-def test_watch_without_signals_goes_on():
-    world = distributed.World()
-    with distributed.Watch(world, minutes=0) as watch:
-        assert watch.look() == watch.GO_ON
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert watch.look() == watch.STOP
-        with pytest.raises(KeyboardInterrupt):
+def test_a_worker_of_a_pool_that_was_stopped_takes_no_other_run(monkeypatch):
+    monkeypatch.setattr(compare, "_stopped", [])
+    monkeypatch.setattr(compare, "_run", lambda *_: compare._note(signal.SIGTERM, None))
+    for _ in range(2):
+        with pytest.raises(distributed.Stopped):
+            compare._run_in_pool(None, None)
+    assert compare._stopped and not compare._busy
+    compare._note(signal.SIGTERM, None)  # between two runs it is only remembered
+
+
+def test_a_signal_during_the_last_evaluation_reaches_whoever_comes_next(tmp_path, monkeypatch):
+    def evaluate(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        return original(*args)
+
+    original = train.evaluate
+    monkeypatch.setattr(train, "evaluate", evaluate)
+    with pytest.raises(KeyboardInterrupt):
+        train.train(QUICK, tmp_path / "run")
+    assert runs.read_result(tmp_path / "run")
+
+
+def test_watch_notes_the_first_signal_and_obeys_the_second(monkeypatch):
+    later = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: later.append(number))
+    try:
+        with distributed.Watch(distributed.World(), minutes=0) as watch:
+            assert watch.look() == watch.GO_ON
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(1)
+            assert watch.look() == watch.STOP
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(1)
+        assert later == [signal.SIGTERM]  # nobody has stopped yet
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_watch_leaves_ignored_signals_alone():
+    """Ctrl-C reaches every process of a terminal; a pool's workers wait for the word of the one who started them."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with distributed.Watch(distributed.World(), minutes=0) as watch:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert watch.look() == watch.GO_ON
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_comparisons_keep_what_is_done(tmp_path, monkeypatch):

@@ -242,6 +242,23 @@ def test_compare_pairs_seeds_and_agrees_with_scipy(tmp_path):
     assert "error %" in text and "difference from softmax" in text and len(compare.verdicts(summary)) == 1
 
 
+def test_a_comparison_with_a_staircase_is_picked_up(tmp_path):
+    """Its steps have whole numbers for keys, which JSON does not have."""
+    config = QUICK.override({"schedule": {"name": "staircase", "steps": {2: 0.1}}, "epochs": 1})
+    for _ in range(2):
+        compare.compare(config, ["softmax"], 1, tmp_path / "out", jobs=1)
+
+
+def test_a_head_in_the_current_folder_is_found_and_the_path_stays(tmp_path, monkeypatch):
+    (tmp_path / "lying_here.py").write_text(OWN_HEAD)
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    assert train.find_head("lying_here:Scaled").__name__ == "Scaled" and sys.path == before
+    monkeypatch.syspath_prepend(tmp_path)
+    before = list(sys.path)
+    assert train.find_head("lying_here:Scaled") and sys.path == before
+
+
 @pytest.mark.parametrize("form", ["paired", "independent", "printed", "msml"])
 def test_multilabel_comparison_in_every_form(form, tmp_path):
     config = Config(data="digits-mosaic", epochs=2, train_fraction=0.3, threads=1, pool="max", device="cpu")

@@ -64,10 +64,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say(text: str) -> None:
-    """One line on standard error; of several processes the first one speaks."""
-    if os.environ.get("RANK", "0") == "0":
+    """One line on standard error."""
+    if _speaks():
         _clear()
         print(f"gsoftmax: {text}", file=sys.stderr)
+
+
+def _speaks() -> bool:
+    """Of several processes the first one."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _show_warning(message: Any, category: Any, *_: Any, **__: Any) -> None:
@@ -369,7 +374,7 @@ def _compare(args: argparse.Namespace) -> None:
 def _train(args: argparse.Namespace) -> None:
     out = _folder(args.what, args.out)
     result = _run_recipe(args.what, args.changes, out, args.data, args.resume, args.smoke)
-    if os.environ.get("RANK", "0") != "0":
+    if not _speaks():
         return
     for key in ("error", "mAP", "compactness", "separability", "ratio", "nll", "ece", "seconds"):
         if key in result:
@@ -431,7 +436,8 @@ def _reproduce(args: argparse.Namespace) -> None:
         rows = [r for r in rows if r.name == args.row]
         if not rows:
             raise ValueError(f"{args.table} has no row {args.row!r}; `gsoftmax recipes` lists them")
-    print(f"{'row':32}{'metric':12}{'published':>10}{'ours':>10}{'difference':>12}")
+    say = print if _speaks() else lambda *_: None
+    say(f"{'row':32}{'metric':12}{'published':>10}{'ours':>10}{'difference':>12}")
     for recipe in rows:
         out = Path(args.out) / ("smoke" if args.smoke else "") / recipe.name
         result = runs.read_result(out)
@@ -440,10 +446,10 @@ def _reproduce(args: argparse.Namespace) -> None:
             result = _run_recipe(recipe.name, args.changes, out, args.data, resume, args.smoke)
         for metric, published in recipe.published.items():
             if args.smoke:
-                print(f"{recipe.name:32}{metric:12}{published:10.2f}{'smoke ok':>10}{'no result':>12}")
+                say(f"{recipe.name:32}{metric:12}{published:10.2f}{'smoke ok':>10}{'no result':>12}")
             else:
                 ours = 100 * result[metric]
-                print(f"{recipe.name:32}{metric:12}{published:10.2f}{ours:10.2f}{ours - published:+12.2f}")
+                say(f"{recipe.name:32}{metric:12}{published:10.2f}{ours:10.2f}{ours - published:+12.2f}")
 
 
 def _analyze(args: argparse.Namespace) -> None:

@@ -26,6 +26,7 @@ import torch
 
 from . import significance
 from .config import Config, parse_head
+from .distributed import Stopped
 from .runs import locked, read_config, read_result, write_atomically
 from .train import load_data, pick_device, train
 
@@ -136,7 +137,8 @@ def _done(task: Task) -> bool:
     if read_result(task.out) is None:
         return False
     found = read_config(task.out)
-    assert found is not None
+    if found is None:
+        raise ValueError(f"{task.out} holds a result without a config.json; choose another --out")
     differing = sorted(k for k, v in task.config.identity().items() if found.identity()[k] != v)
     if differing:
         raise ValueError(f"{task.out} holds a run with another {', '.join(differing)}; choose another --out")
@@ -159,7 +161,7 @@ def _run_all(tasks: Sequence[Task], jobs: int | None) -> Any:
         waiting = {}
         try:
             for i, task in enumerate(tasks):
-                waiting[pool.submit(_run, task, i % gpus if gpus else None)] = task
+                waiting[pool.submit(_run_in_pool, task, i % gpus if gpus else None)] = task
             while waiting:
                 done, _ = wait(waiting, return_when=FIRST_COMPLETED)
                 for future in done:
@@ -177,6 +179,7 @@ def _run_all(tasks: Sequence[Task], jobs: int | None) -> Any:
 def _follow(parent: int) -> None:
     """A run in a pool leaves Ctrl-C to the one who started it, and does not outlive it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _note)
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -184,6 +187,30 @@ def _follow(parent: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+_stopped: list[int] = []  # signals that this worker has seen
+_busy: list[bool] = []
+
+
+def _note(number: int, frame: object) -> None:
+    """Outside of a run's own watch: a signal is remembered, and ends what is being done."""
+    _stopped.append(number)
+    if _busy:
+        raise Stopped("", number)
+
+
+def _run_in_pool(task: Task, gpu: int | None) -> None:
+    if _stopped:  # a pool hands out a few tasks ahead, which nobody can take back
+        raise Stopped("", _stopped[0])
+    _busy.append(True)
+    try:
+        _run(task, gpu)
+    except KeyboardInterrupt as stopped:
+        _stopped.append(getattr(stopped, "signal_number", signal.SIGINT))
+        raise
+    finally:
+        _busy.clear()
 
 
 def _run(task: Task, gpu: int | None) -> None:

@@ -142,7 +142,8 @@ class Config:
     def identity(self) -> dict[str, Any]:
         """What decides the result: all but where it runs and how often it is looked at."""
         where = ("device", "workers", "evaluate_every", "checkpoint_every", "checkpoint_minutes", "parallel")
-        return {k: v for k, v in dataclasses.asdict(self).items() if k not in where}
+        held = {k: v for k, v in dataclasses.asdict(self).items() if k not in where}
+        return json.loads(json.dumps(held))  # as config.json has it, where the keys of a dictionary are text
 
 
 def _kind(config: Config, name: str) -> str:

@@ -8,13 +8,13 @@ batch; the first one (rank 0) writes the run folder.
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -25,13 +25,14 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from .runs import first_line
+
 T = TypeVar("T")
 
 # Finding each other is a matter of seconds: where it fails, the sooner torchrun tries again the better.
 CONNECT = timedelta(minutes=1)
 # Afterwards the others may have to wait while rank 0 unpacks an archive or computes the metrics.
 ANSWER = timedelta(minutes=30)
-_joins = itertools.count()  # groups that this process has formed
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,47 @@ class Stopped(KeyboardInterrupt):
         return self.where
 
 
-def restarted() -> bool:
-    """Whether torchrun has started this process in place of one that failed: then the run goes on."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+def launch() -> str | None:
+    """The name torchrun gave to this launch of processes, the same after each of its restarts."""
+    return os.environ.get("TORCHELASTIC_RUN_ID")
+
+
+def restarted(described: Mapping[str, Any]) -> bool:
+    """Whether torchrun has started this process in place of one that failed: then the run goes on.
+
+    described: environment.json of the folder, which says whose it is
+    """
+    if launch() in (None, "none"):  # several launches share that name
+        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return described.get("torchrun") == launch()
+
+
+def _agreed_prefix(store: Any, rank: int, size: int) -> str:
+    """A name that exactly these processes have for their group.
+
+    torchrun may keep its store when it starts processes again, and the addresses of dead ones must not be found in it.
+    Everybody writes a random word; rank 0 repeats all the words it sees beside its own until all have answered that
+    they found theirs.
+    """
+    word, end = uuid.uuid4().hex, time.monotonic() + CONNECT.total_seconds()
+
+    def read(key: str) -> str:
+        return store.get(key).decode() if store.check([key]) else ""
+
+    store.set(f"here/{rank}", word)
+    while time.monotonic() < end:
+        if rank == 0:
+            others = [read(f"here/{r}") for r in range(1, size)]
+            store.set("session", " ".join([word, *others]))
+            if all(read(f"heard/{r}") == f"{word} {w}" for r, w in enumerate(others, start=1)):
+                return word
+        else:
+            first, *seen = read("session").split() or [""]
+            if word in seen:
+                store.set(f"heard/{rank}", f"{first} {word}")
+                return first
+        time.sleep(0.01)
+    raise LostProcess(f"{size} processes did not find each other within {CONNECT.total_seconds():.0f} seconds")
 
 
 @contextmanager
@@ -83,17 +122,22 @@ def joined(device: torch.device) -> Iterator[World]:
         return
     # gloo beside NCCL: flags and descriptions stay on the CPU
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    store: Any = None
     try:
         store, rank, size = next(rendezvous("env://", timeout=CONNECT))
-        # torchrun may keep its store when it starts the processes again: addresses of the dead must not be found in it
-        # or of this process's own run before
-        store = PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{size}/{next(_joins)}", store)
+        store = PrefixStore(_agreed_prefix(store, rank, size), store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=CONNECT)
         _be_patient(None)
         yield World(dist.get_rank(), dist.get_world_size())
-    except RuntimeError as error:
-        if _is_loss(error):
-            raise LostProcess(f"another process of the run is gone ({str(error).splitlines()[0]})") from error
+    except Exception as error:
+        reason, lost = first_line(error), isinstance(error, RuntimeError) and _is_loss(error)
+        with suppress(Exception):  # the store may be gone as well
+            if lost and store.check(["reason"]):
+                reason = store.get("reason").decode()
+            elif not lost:
+                store.set("reason", f"process {rank}: {reason}")  # before the others notice
+        if lost:
+            raise LostProcess(f"another process of the run is gone ({reason})") from error
         raise
     finally:
         if dist.is_initialized():
@@ -234,7 +278,8 @@ class Watch:
     def __enter__(self) -> Watch:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._note)
+                if signal.getsignal(number) is not signal.SIG_IGN:  # as for nohup, and for the workers of a pool
+                    self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -242,6 +287,8 @@ class Watch:
             self._asked.wait()
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if kind is None and self.signal_number and self._before:
+            signal.raise_signal(self.signal_number)  # nothing was left to stop: whoever comes next hears of it
 
     def _note(self, number: int, frame: object) -> None:
         if self.signal_number:
@@ -257,7 +304,7 @@ class Watch:
         if self.signal_number:
             mine = self.STOP
         elif self.minutes and self.world.first and time.monotonic() - self._last > 60 * self.minutes:
-            mine = self.SAVE
+            mine, self._last = self.SAVE, time.monotonic()  # asked once: the answer comes one look later
         if self._group is None:
             return mine
         answer = self.GO_ON

@@ -19,7 +19,7 @@ import socket
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ class RunFolder:
         self._lock.__exit__(None, None, None)
 
     def _claim(self, config: Config, described: Mapping[str, Any]) -> None:
-        wanted = json.loads(json.dumps(config.identity()))
+        wanted = config.identity()
         if (found := read_config(self.path)) is not None:
             if not self.resume:
                 raise ValueError(f"{self.path} already holds a run; --resume goes on with it")
@@ -99,8 +99,9 @@ class RunFolder:
                         return state
                     reason = "it does not say how far its run was"
                 except Exception as error:  # whatever a foreign file makes of the reader
-                    reason = str(error).splitlines()[0]
+                    reason = first_line(error)
             warnings.warn(f"checkpoint {path} was passed over: {reason}", stacklevel=2)
+            path.rename(path.with_name(path.name + ".damaged"))  # or it would count among the newest that are kept
         return None
 
     def save(self, state: Mapping[str, Any]) -> None:
@@ -162,10 +163,14 @@ def locked(folder: Path) -> Iterator[None]:
             holder = file.read().strip() or "another process"
             file.close()
             raise BlockingIOError(f"{folder} is in use by {holder}") from None
-        # The one before may have removed the file between our opening it and our locking it.
-        if path.exists() and os.fstat(file.fileno()).st_ino == path.stat().st_ino:
+        except OSError:  # a file system without locks
             break
+        # The one before may have removed the file between our opening it and our locking it.
+        with suppress(FileNotFoundError):
+            if os.fstat(file.fileno()).st_ino == path.stat().st_ino:
+                break
         file.close()
+    _locks.add(file)
     try:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
@@ -173,7 +178,13 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         path.unlink(missing_ok=True)
+        _locks.discard(file)
         file.close()
+
+
+_locks: set[Any] = set()
+if hasattr(os, "register_at_fork"):  # a forked reader of images would hold the lock of a parent that was killed
+    os.register_at_fork(after_in_child=lambda: [file.close() for file in _locks])
 
 
 @contextmanager
@@ -192,7 +203,7 @@ def whole_file(path: Path, checked: bool = False) -> Iterator[Path]:
         raise
     except Exception as error:  # torch and safetensors wrap what the system said in words of their own
         full = shutil.disk_usage(path.parent).free < 2**20
-        reason = "no space left on the disk" if full else str(error).splitlines()[0]
+        reason = "no space left on the disk" if full else first_line(error)
         raise OSError(f"{path} cannot be written: {reason}") from error
     finally:
         partial.unlink(missing_ok=True)
@@ -201,6 +212,11 @@ def whole_file(path: Path, checked: bool = False) -> Iterator[Path]:
 def write_atomically(path: Path, text: str) -> None:
     with whole_file(path) as partial:
         partial.write_text(text)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def checksum(path: Path) -> str:
@@ -225,6 +241,15 @@ def read_config(run: Path) -> Config | None:
         return Config(**json.loads(path.read_bytes()))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
+
+
+def described_before(run: str | os.PathLike[str]) -> dict[str, Any]:
+    """environment.json of the run in a folder; empty where there is none."""
+    try:
+        found = json.loads((Path(run) / "environment.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def read_rows(run: Path) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ from .data.seeded import mix
 from .distributed import Stopped, Watch, World
 from .gaussians import param_groups
 from .heads import GSoftmaxHead, LSoftmaxHead, SoftmaxHead
-from .runs import RunFolder
+from .runs import RunFolder, described_before, first_line
 
 HEADS: dict[str, type[nn.Module]] = {"softmax": SoftmaxHead, "lsoftmax": LSoftmaxHead, "gsoftmax": GSoftmaxHead}
 AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -79,14 +79,16 @@ def find_head(name: str) -> type[nn.Module]:
         close = difflib.get_close_matches(name, HEADS, 1)
         hint = f", did you mean {close[0]!r}" if close else ""
         raise ValueError(f"unknown head {name!r}{hint}; heads are {', '.join(HEADS)} or package.module:ClassName")
-    here = os.getcwd()
-    sys.path.append(here)  # last, as `python -m gsoftmax` would have it first: a module of one's own is found here
+    here, added = os.getcwd(), os.getcwd() not in sys.path
+    if added:
+        sys.path.append(here)  # last, as `python -m gsoftmax` would have it first: a module of one's own is found here
     try:
         found = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # a module may fail in any way while it is imported
         raise ValueError(f"head {name!r} cannot be imported: {str(error) or type(error).__name__}") from error
     finally:
-        sys.path.remove(here)
+        if added:
+            sys.path.remove(here)
     missing = [m for m in ("features", "loss", "predict_proba") if not callable(getattr(found, m, None))]
     if not isinstance(found, type) or missing:
         lacks = f"lacks {', '.join(missing)}" if missing else "is not a class"
@@ -182,7 +184,7 @@ def build_head(
             raise ValueError(
                 f"head_options.shard={options['shard']} needs processes: torchrun --nproc-per-node K -m gsoftmax train"
             )
-        options["device"] = device
+        options |= {"device": device, "averaged": True}  # as DDP and FSDP average the backbone's gradients
     if issubclass(cls, LSoftmaxHead):
         # the margin is fully there when nine tenths of the training are over
         options.setdefault("anneal_steps", max(1, round(0.9 * total_steps(config, dataset)[1] * config.accumulate)))
@@ -277,10 +279,19 @@ def train(
         parts = prepare(config, dataset, device, world)
         folder, watch = None, None
         if out is not None:
-            described = {"data": {"name": dataset.name, "classes": list(dataset.classes)}, "processes": world.size}
-            resume = resume or distributed.restarted()
+            described: dict[str, Any] = {
+                "data": {"name": dataset.name, "classes": list(dataset.classes)},
+                "processes": world.size,
+            }
+            if distributed.launch() is not None:
+                described["torchrun"] = distributed.launch()
             opened: list[RunFolder] = []
-            distributed.by_the_first(world, lambda: opened.append(RunFolder(out, config, described, resume)))
+            distributed.by_the_first(
+                world,
+                lambda: opened.append(
+                    RunFolder(out, config, described, resume or distributed.restarted(described_before(out)))
+                ),
+            )
             folder = stack.enter_context(opened[0]) if opened else None
             watch = stack.enter_context(Watch(world, config.checkpoint_minutes))
         return _train(parts, config, dataset, world, folder, watch, progress if world.first else None)
@@ -332,7 +343,7 @@ def _train(
             if not step:
                 continue
             if world.size > 1:
-                parts.mean_gradients(world)
+                distributed.mean_gradients(parts.alone, world)
             if config.clip is not None:
                 parts.scaler.unscale_(parts.optimizer)
                 _clip(parts.network, config.clip)
@@ -406,9 +417,6 @@ class Parts:
     alone: list[nn.Parameter]  # parameters whose gradients nobody else averages over the processes
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
 
-    def mean_gradients(self, world: World) -> None:
-        distributed.mean_gradients(self.alone, world)
-
     def evaluated(self, world: World) -> Network:
         """The network whose numbers count, the same on every process."""
         network: Any = self.network if self.average is None else self.average.module
@@ -450,7 +458,8 @@ class Parts:
         at.last_epoch = rest["steps"]
         for group, rate, factor in zip(self.optimizer.param_groups, at.base_lrs, at.lr_lambdas, strict=True):
             group["lr"] = rate * factor(rest["steps"])
-        self.scaler.load_state_dict(rest["scaler"])
+        if rest["scaler"]:  # nothing where the run began without one
+            self.scaler.load_state_dict(rest["scaler"])
         if self.average is not None:
             self.average.load_state_dict(rest["average"])
 
@@ -486,6 +495,8 @@ def prepare(config: Config, dataset: data_room.Dataset, device: torch.device, wo
     sharded_head = _has_shards(network)
     if config.ema and world.size > 1 and (sharded_head or config.parallel == "fsdp"):
         raise ValueError(f"ema must be 0 with parallel=fsdp and with classes in shards, got {config.ema}")
+    if config.amp == "fp16" and world.size > 1 and (sharded_head or config.parallel == "fsdp"):
+        raise ValueError("amp must be off or bf16 with parallel=fsdp and with classes in shards, got 'fp16'")
     if world.size > 1 and config.parallel == "fsdp":
         _shard_backbone(network, device)
         alone = [] if sharded_head else list(network.head.parameters())
@@ -496,7 +507,13 @@ def prepare(config: Config, dataset: data_room.Dataset, device: torch.device, wo
             nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
                 network, [name for name in held if name.startswith("head.")]
             )
-        wrapped = nn.parallel.DistributedDataParallel(network, device_ids=[device] if device.type == "cuda" else None)
+        wrapped = nn.parallel.DistributedDataParallel(
+            network,
+            device_ids=[device] if device.type == "cuda" else None,
+            # DDP would regroup its sums after the first step, and a resumed run would round otherwise than one that was
+            # left alone.  Between two processes the order of a sum does not matter.
+            find_unused_parameters=device.type == "cpu" and world.size > 2,
+        )
     optimizer = build_optimizer(config, network)
     length = steps if config.schedule_every == "step" else config.epochs
     return Parts(
@@ -560,8 +577,9 @@ def _go_on(parts: Parts, folder: RunFolder | None, world: World) -> Position:
         if world.size > 1:  # another process may be the reason, or may hear of it in this way
             raise
         where = "" if folder is None else f" {folder.newest()}"
-        raise ValueError(f"checkpoint{where} is not one of this run: {str(error).split(chr(10))[0]}") from None
-    losses = torch.tensor(found.pop("losses"), dtype=torch.float64)
+        raise ValueError(f"checkpoint{where} is not one of this run: {first_line(error)}") from None
+    device = next(parts.network.parameters()).device  # where the losses of the batches to come will be
+    losses = torch.tensor(found.pop("losses"), dtype=torch.float64, device=device)
     return Position(losses=list(losses if world.first else torch.zeros_like(losses)), **found)
 
 
@@ -706,6 +724,12 @@ def _evaluated_at_once(dataset: data_room.Dataset, config: Config) -> int:
     return config.batch_size if dataset.kind == "files" else max(config.batch_size, 1024)
 
 
+def _shares(dataset: data_room.Dataset, config: Config, part: str, world: World) -> list[Tensor]:
+    """The rows of a split that each process evaluates."""
+    rows = torch.arange(len(dataset.split(part))).split(_evaluated_at_once(dataset, config))
+    return [torch.cat([piece.tensor_split(world.size)[rank] for piece in rows]) for rank in range(world.size)]
+
+
 def evaluate(
     network: Network, dataset: data_room.Dataset, config: Config, part: str, world: World = ALONE
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
@@ -716,8 +740,7 @@ def evaluate(
     if _has_shards(network) and dataset.num_classes > EVALUATED_WHOLE:
         return _evaluate_shards(network, dataset, config, part, world)
     found = zip(*collect(network, dataset, config, part, world), strict=True)
-    rows = torch.arange(len(dataset.split(part))).split(_evaluated_at_once(dataset, config))
-    shares = [torch.cat([piece.tensor_split(world.size)[rank] for piece in rows]) for rank in range(world.size)]
+    shares = _shares(dataset, config, part, world)
     x, p, y = (distributed.gather_rows(torch.cat(parts).cpu(), shares, world) for parts in found)
     outputs = {"x": x, "p": p, "y": y}
     head = _whole_head(network, dataset, config)
@@ -746,8 +769,7 @@ def _evaluate_shards(
             h = h.to(head.weight.dtype)
             stats.update(head.features(h), y)
             found.append((head.predict(h), y))
-    rows = torch.arange(len(dataset.split(part))).split(_evaluated_at_once(dataset, config))
-    shares = [torch.cat([piece.tensor_split(world.size)[rank] for piece in rows]) for rank in range(world.size)]
+    shares = _shares(dataset, config, part, world)
     predicted, y = (distributed.gather_rows(torch.cat(v).cpu(), shares, world) for v in zip(*found, strict=True))
     error = distributed.by_the_first(world, lambda: float((predicted != y).double().mean()))
     return {"error": error} | stats.geometry().average(), {"y": y, "predicted": predicted}

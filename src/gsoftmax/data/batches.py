@@ -7,6 +7,7 @@ Images and tables in memory stay on their device from the first batch to the las
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -157,7 +158,7 @@ def _batches(
     if isinstance(split.x, Tensor):
         # What happens to an example depends on the example alone, so a GPU gets many batches at a time: launching is
         # what costs there.  A CPU gets one, which stays in its cache.
-        together = max(1, GPU_ROWS // len(pieces[0])) if where.type == "cuda" and pieces else 1
+        together = max(1, GPU_ROWS // max(1, len(pieces[0]))) if where.type == "cuda" and pieces else 1
         moved = _moved(pieces, split.x.device)
         for start in range(0, len(moved), together):
             group = moved[start : start + together]
@@ -199,6 +200,12 @@ class _Files(torch.utils.data.Dataset):
         return len(self.paths)
 
 
+def _stand_apart(_: int) -> None:
+    """A signal to the whole group of processes is for the one that trains: it still needs its readers to save."""
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)
+
+
 def _stack(items: list[tuple[int, Any]]) -> tuple[Tensor, Tensor] | str:
     broken = next((x for _, x in items if isinstance(x, str)), None)
     if broken is not None:
@@ -227,14 +234,19 @@ def _read_files(
         loader = iter(
             torch.utils.data.DataLoader(
                 _Files(paths, size, drawn, area),
-                batch_sampler=[piece.tolist() for piece in pieces],
+                batch_sampler=[piece.tolist() for piece in pieces if len(piece)],
                 num_workers=workers,
+                worker_init_fn=_stand_apart,
                 collate_fn=_stack,
                 pin_memory=where.type == "cuda",
                 generator=torch.Generator(),  # or the loader would take a number from the global generator
             )
         )
-    for item in loader:
+    for piece in pieces:
+        if not len(piece):  # fewer rows than processes in the last batch
+            yield piece, torch.empty(0, 3, *size, dtype=torch.uint8)
+            continue
+        item = next(loader)
         if isinstance(item, str):
             raise DataError(item)
         yield item
