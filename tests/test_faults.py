@@ -222,7 +222,7 @@ def test_a_comparison_goes_on_after_ctrl_c(tmp_path):
     ) as process:
         _wait_for(lambda: len(list(tmp_path.glob("out/*/seed-0/checkpoint/*.pt"))) > 2)
         os.killpg(process.pid, signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=180)
     assert process.returncode == 130, err
     assert "gsoftmax: stopped; the same command goes on where this one stopped" in err and "Traceback" not in err, err
     done = [p for p in tmp_path.glob("out/*/*") if runs.read_result(p)]
