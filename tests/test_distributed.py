@@ -60,7 +60,8 @@ def test_as_one_process(case, processes, tmp_path):
         assert many[key] == pytest.approx(one[key], rel=1e-3), key
     rows = [runs.read_rows(tmp_path / name) for name in ("one", "many")]
     for x, y in zip(*rows, strict=True):
-        assert x.get("loss", 0) == pytest.approx(y.get("loss", 0), rel=1e-4) and x.get("error") == y.get("error")
+        assert x.get("loss", 0) == pytest.approx(y.get("loss", 0), rel=1e-4)
+        assert x.get("error", 0) == pytest.approx(y.get("error", 0), abs=0.0021)  # one of 500 may fall on either side
     assert json.loads((tmp_path / "many" / "environment.json").read_text())["processes"] == processes
     # one writer, and what several wrote is what one reads
     assert len(list((tmp_path / "many" / "checkpoint").iterdir())) == 2
@@ -110,7 +111,7 @@ def test_classes_in_shards(tmp_path):
     assert (last["predicted"] == a["p"].argmax(1)).float().mean() > 0.99
     result = runs.read_result(tmp_path / "many")
     for key in ("error", "compactness", "separability", "ratio", "dprime"):
-        assert result[key] == pytest.approx(one[key], rel=1e-3), key
+        assert result[key] == pytest.approx(one[key], rel=1e-3, abs=0.0021 if key == "error" else 0), key
     with pytest.raises(ValueError, match="head_options.shard=class needs processes: torchrun"):
         single(tmp_path / "again", ["head=gsoftmax", "head_options.shard=class"])
 
