@@ -38,7 +38,7 @@ class Machine:
     """What the model takes for granted.  The first two were measured on an H200 (results/bench-gpu.json), the others
     are the usual numbers of machines with eight of them."""
 
-    operations: float = 5.7e14  # a second, bfloat16 products of this shape
+    operations: float = 4.32e14  # a second, bfloat16 products of 512 features with the loss in between
     memory: float = 4.25e12  # bytes a second, copying
     nvlink: float = 4.0e11  # bytes a second that a GPU sends inside a machine
     network: float = 5.0e10  # bytes a second that a GPU sends to another machine: one 400 Gbit/s card each

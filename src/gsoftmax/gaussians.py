@@ -168,14 +168,17 @@ class GaussianLogits(nn.Module):
         if _processes() > 1:
             dist.all_reduce(sums)
         n, s1, s2 = sums[0], sums[1 : 1 + self.num_classes], sums[1 + self.num_classes :]
-        shift = s1 / n
-        m = self.momentum
+        self._move(self.mu, self.rho, sigma, n, s1, s2)
+
+    def _move(self, mu: Tensor, rho: Tensor, sigma: Tensor, n: Tensor, s1: Tensor, s2: Tensor) -> None:
+        """`track` on mu and rho in place, from n rows and their sums of x - mu and of its square, in float64."""
+        shift, m = s1 / n, self.momentum
         var = (1 - m) * sigma.double() ** 2 + m * (s2 / n - m * shift**2)
         seen = torch.isfinite(shift) & torch.isfinite(var) & (n > 0)
         low = 1e-6 * (self.sigma_min or 1e-6)
-        rho = (var.clamp_min(0).sqrt() - self.sigma_min).clamp_min(low).log()
-        self.mu.copy_(torch.where(seen, mu + m * shift, mu))
-        self.rho.copy_(torch.where(seen, rho, self.rho))
+        new = (var.clamp_min(0).sqrt() - self.sigma_min).clamp_min(low).log()
+        mu.copy_(torch.where(seen, mu + m * shift, mu))
+        rho.copy_(torch.where(seen, new, rho))
 
     def current(self, x: Tensor, target: Tensor | None = None, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
         """mu and sigma to use on x, in the dtype of the arithmetic; tracked Gaussians take their step first, over the

@@ -529,15 +529,9 @@ class _ShardedGaussians(GaussianLogits):
 
     def _track(self, s1: Tensor, s2: Tensor, rows: Tensor | int) -> None:
         """See `GaussianLogits.track`: s1 and s2 are sums of x - mu and of its square over the rows."""
-        n = torch.as_tensor(rows, device=s1.device)
-        shift, m = s1.double() / n, self.momentum
         mu, sigma = (t.detach() for t in self.own())
-        var = (1 - m) * sigma.double() ** 2 + m * (s2.double() / n - m * shift**2)
-        seen = torch.isfinite(shift) & torch.isfinite(var) & (n > 0)
-        low = 1e-6 * (self.sigma_min or 1e-6)
-        rho = (var.clamp_min(0).sqrt() - self.sigma_min).clamp_min(low).log()
-        mu.copy_(torch.where(seen, mu + m * shift, mu))
-        _own(self.rho, "rho").copy_(torch.where(seen, rho, _own(self.rho, "rho")))
+        n = torch.as_tensor(rows, device=s1.device)
+        self._move(mu, _own(self.rho, "rho"), sigma, n, s1.double(), s2.double())
 
     def current(self, x: Tensor, target: Tensor | None = None, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
         if self.gaussians == "tracked" and self.training and torch.is_grad_enabled():
