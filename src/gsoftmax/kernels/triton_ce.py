@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import lru_cache, wraps
 from typing import Any, NamedTuple
 
@@ -318,7 +319,7 @@ def _reduce_kernel(rows, stats, out, N, at_divisor, MEAN: tl.constexpr, BLOCK: t
 
 @triton.jit
 def _backward_rows(
-    first, last, tile, group, groups, x, target, mu, sigma, weight, grad, stats, dx, parts,
+    first, last, tile, group, x, target, mu, sigma, weight, grad, stats, dx, dmu, dsigma,
     N, C, sx_n, sx_c, st_n, st_c, sd_n, sd_c, sg_n, half, c0, steep, keep, spread,
     GAUSS: tl.constexpr, HARD: tl.constexpr, DENSE: tl.constexpr, WEIGHT: tl.constexpr, UNIT: tl.constexpr,
     MEAN: tl.constexpr, EACH: tl.constexpr, NEED_X: tl.constexpr, NEED_MU: tl.constexpr, NEED_SIGMA: tl.constexpr,
@@ -400,25 +401,22 @@ def _backward_rows(
                 tl.store(at_dx, dx_tile.to(dx.dtype.element_ty), mask=both)
             else:
                 tl.store(at_dx, dx_tile.to(dx.dtype.element_ty))
-    part = parts
-    if NEED_MU or NEED_SIGMA:
-        part += group.to(tl.int64) * C + cols
+    part = group.to(tl.int64) * C + cols
     if NEED_MU:
-        tl.store(part, -sum_mu, mask=inside)
-        part += groups.to(tl.int64) * C
+        tl.store(dmu + part, -sum_mu, mask=inside)
     if NEED_SIGMA:
-        tl.store(part, -sum_sigma / ROOT, mask=inside)
+        tl.store(dsigma + part, -sum_sigma / ROOT, mask=inside)
 
 
 @triton.jit(do_not_specialize=["N", "T", "rows_each"])
 def _backward_kernel(
-    x, target, mu, sigma, weight, grad, stats, dx, parts,
+    x, target, mu, sigma, weight, grad, stats, dx, dmu, dsigma,
     N, C, T, sx_n, sx_c, st_n, st_c, sd_n, sd_c, sg_n, rows_each, half, c0, steep, keep, spread,
     GAUSS: tl.constexpr, HARD: tl.constexpr, DENSE: tl.constexpr, WEIGHT: tl.constexpr, UNIT: tl.constexpr,
     MEAN: tl.constexpr, EACH: tl.constexpr, NEED_X: tl.constexpr, NEED_MU: tl.constexpr, NEED_SIGMA: tl.constexpr,
     SINGLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, DEGREE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dx of a tile of classes and `rows_each` rows, and the group's parts (1 or 2, groups, C) of dmu and dsigma."""
+    """dx of a tile of classes and `rows_each` rows, and the group's parts (groups, C) of dmu and dsigma."""
     program = tl.program_id(0)
     tile = program % T
     # The last rows first: they are what the forward pass left in the cache.
@@ -428,21 +426,21 @@ def _backward_kernel(
     last = tl.minimum(first + rows_each, N)
     if SINGLE:
         _backward_rows(
-            first, last, tile, group, groups, x, target, mu, sigma, weight, grad, stats, dx, parts,
+            first, last, tile, group, x, target, mu, sigma, weight, grad, stats, dx, dmu, dsigma,
             N, C, sx_n, sx_c, st_n, st_c, sd_n, sd_c, sg_n, half, c0, steep, keep, spread,
             GAUSS, HARD, DENSE, WEIGHT, UNIT, MEAN, EACH, NEED_X, NEED_MU, NEED_SIGMA, SINGLE, True,
             BLOCK_N, BLOCK_C, DEGREE, STAGES,
         )  # fmt: skip
     elif ((tile + 1) * BLOCK_C <= C) & ((last - first) % BLOCK_N == 0):
         _backward_rows(
-            first, last, tile, group, groups, x, target, mu, sigma, weight, grad, stats, dx, parts,
+            first, last, tile, group, x, target, mu, sigma, weight, grad, stats, dx, dmu, dsigma,
             N, C, sx_n, sx_c, st_n, st_c, sd_n, sd_c, sg_n, half, c0, steep, keep, spread,
             GAUSS, HARD, DENSE, WEIGHT, UNIT, MEAN, EACH, NEED_X, NEED_MU, NEED_SIGMA, SINGLE, False,
             BLOCK_N, BLOCK_C, DEGREE, STAGES,
         )  # fmt: skip
     else:
         _backward_rows(
-            first, last, tile, group, groups, x, target, mu, sigma, weight, grad, stats, dx, parts,
+            first, last, tile, group, x, target, mu, sigma, weight, grad, stats, dx, dmu, dsigma,
             N, C, sx_n, sx_c, st_n, st_c, sd_n, sd_c, sg_n, half, c0, steep, keep, spread,
             GAUSS, HARD, DENSE, WEIGHT, UNIT, MEAN, EACH, NEED_X, NEED_MU, NEED_SIGMA, SINGLE, True,
             BLOCK_N, BLOCK_C, DEGREE, STAGES,
@@ -452,6 +450,8 @@ def _backward_kernel(
 # ------------------------------------------------------------------------------------------------------------ launching
 
 INTERPRETED = not isinstance(_reduce_kernel, triton.runtime.JITFunction)
+_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # of a device's index; not where torch knows no CUDA
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 
 class Plan(NamedTuple):
@@ -501,6 +501,11 @@ def plan(kind: str, rows: int, classes: int, itemsize: int, device: torch.device
         block_c, stages, registers = max(16, _power_of_2(classes)), 1, None
         block_n = min(max(1, 2048 // block_c), _power_of_2(rows))
         warps = min(4, max(1, block_n * block_c // 512))
+        if kind == "backward" and rows <= 1024 and classes >= 256:
+            # Sums over all rows in one program: what this takes longer, it saves in launches.
+            block_c, block_n = 32, min(128, _power_of_2(rows))
+            warps = max(1, block_n * block_c // 512)
+            return Plan(block_n, block_c, _cdiv(rows, block_n) * block_n, warps, 1, degree, None)
     # Enough programs to fill the GPU several times over come before long walks down the rows.
     waves = 2 if kind == "backward" and classes <= block_c else 8
     groups = max(1, waves * _processors(device) // _cdiv(classes, block_c))
@@ -508,6 +513,7 @@ def plan(kind: str, rows: int, classes: int, itemsize: int, device: torch.device
     return Plan(block_n, block_c, max(block_n, each // block_n * block_n), warps, stages, degree, registers)
 
 
+@lru_cache
 def _constants(lam: float, degree: int) -> tuple[float, float, float]:
     """half, c0 and steep of the kernels: log2(e) lam / 2, P(0) + log2(log2(e) lam), and lam phi(0) / ROOT."""
     if lam == 0:
@@ -516,40 +522,66 @@ def _constants(lam: float, degree: int) -> tuple[float, float, float]:
     return twice / 2, P_0[degree] + math.log2(twice), lam / (math.sqrt(2 * math.pi) * ROOT.value)
 
 
-# Kernels compiled for calls seen before.  Triton looks at every argument of a launch to find the kernel that fits; for
-# a small table that takes longer than the work, and everything it looks at is in the key.
-_compiled: dict[Any, dict[Any, Any]] = {}
+# What a launch needs, from calls seen before.  Triton looks at every argument to find the kernel that fits; for a small
+# table that takes longer than the work, and everything it looks at is in the key.
+@dataclass(slots=True)
+class _Call:
+    """What all calls of one kind have in common."""
+
+    block: Plan
+    flags: tuple[Any, ...]
+    before: tuple[Any, ...]  # the numbers that kernels are given, before those that come from lam
+    after: tuple[Any, ...]
+    tiles: int
+    programs: int
+    groups: int = 1  # of rows, each with its part of dmu and dsigma
+    size: int = 0  # of the statistics, without the divisor
+    whole: bool = False  # one program does everything
+    kernels: dict[Any, Any] = field(default_factory=dict)  # compiled
 
 
-def _seen(key: Any, *tensors: Tensor | None) -> dict[Any, Any]:
-    """The kernels compiled for calls like this one; where arrays start at multiples of 16 bytes is part of "like"."""
-    together = 0
-    for v in tensors:
-        if v is not None:
-            together |= v.data_ptr()
-    if together % 16:
-        key = key, tuple(v is None or v.data_ptr() % 16 == 0 for v in tensors)
-    seen = _compiled.get(key)
-    if seen is None:
-        if len(_compiled) >= 4096:  # every batch has another size
-            _compiled.clear()
-        seen = _compiled[key] = {}
-    return seen
+_calls: dict[Any, _Call] = {}
+
+
+def _remember(key: Any, call: _Call) -> None:
+    if len(_calls) >= 4096:  # every batch has another size
+        _calls.clear()
+    _calls[key] = call
 
 
 def _launch(
-    seen: dict[Any, Any], kernel: Any, programs: int, args: tuple[Any, ...], warps: int, registers: int | None = None
+    call: _Call,
+    kernel: Any,
+    programs: int,
+    arrays: tuple[Any, ...],
+    numbers: tuple[Any, ...],
+    warps: int,
+    registers: int | None = None,
 ) -> None:
-    compiled = seen.get(kernel)
-    if compiled is not None:
-        compiled[programs, 1, 1](*args)
+    """Launches `kernel`, the second time without looking at what is the same as the first time."""
+    pointers = [None if v is None else v.data_ptr() for v in arrays]
+    together = 0
+    for p in pointers:
+        if p is not None:
+            together |= p
+    key = (kernel, *(p is None or p % 16 == 0 for p in pointers)) if together % 16 else kernel
+    found = call.kernels.get(key)
+    if found is not None and not _watched():
+        run, function, metadata, device = found
+        run(programs, 1, 1, _stream(device), function, metadata, None, None, None, *pointers, *numbers)
         return
     options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": True}
     if registers:
         options["maxnreg"] = registers
-    compiled = kernel[(programs,)](*args, **options)
+    compiled = kernel[(programs,)](*arrays, *numbers, **options)
     if compiled is not None:  # as it is in the interpreter
-        seen[kernel] = compiled
+        call.kernels[key] = compiled.run, compiled.function, compiled.packed_metadata, arrays[0].device.index
+
+
+def _watched() -> bool:
+    """Whether a profiler of Triton wants to hear of launches; it has the usual way then."""
+    hooks = triton.knobs.runtime
+    return bool(getattr(hooks.launch_enter_hook, "calls", hooks.launch_enter_hook))
 
 
 def _on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -557,7 +589,7 @@ def _on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def call(first: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if first.is_cuda and first.device.index != torch.cuda.current_device():
+        if first.is_cuda and first.get_device() != _current_device():
             with torch.cuda.device(first.device):
                 return function(first, *args, **kwargs)
         return function(first, *args, **kwargs)
@@ -580,48 +612,67 @@ def forward(
     cut: Plan | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The loss in `dtype`, and what the backward pass needs: m, 1 / s, b, K and the divisor (see `_finish`)."""
+    device = x.device
+    key = (
+        x.shape, x.stride(), target.stride(), x.dtype, target.dtype, None if weight is None else weight.dtype, dtype,
+        device, lam != 0, ignore_index, reduction, label_smoothing, cut,
+    )  # fmt: skip
+    call = _calls.get(key)
+    if call is None:
+        call = _forward_call(x, target, lam, weight, ignore_index, reduction, label_smoothing, cut)
+        _remember(key, call)
+    n, tiles, cut = x.shape[0], call.tiles, call.block
+    stats = torch.empty(call.size + (reduction == "mean"), dtype=torch.float32, device=device)
+    loss = torch.empty(n if reduction == "none" else (), dtype=dtype, device=device)
+    rows = loss if call.whole or reduction == "none" else torch.empty((2, n), dtype=torch.float32, device=device)
+    dense = call.flags[2]
+    parts = None if tiles == 1 else torch.empty((4 if dense else 2, n, tiles), dtype=torch.float32, device=device)
+    arrays = (x, target, mu, sigma, weight, parts, stats, rows)
+    half, c0, _ = _constants(lam, cut.degree)
+    numbers = (*call.before, half, c0, *call.after)
+    _launch(call, _forward_kernel, call.programs, arrays, numbers, cut.warps, cut.registers)
+    if tiles > 1:
+        block_t = min(1024, _power_of_2(tiles))
+        block_n = max(1, min(1024 // block_t, _power_of_2(n)))
+        keep = 1.0 - label_smoothing
+        numbers = (*call.before[:6], half, c0, keep, ignore_index, *call.flags, block_n, block_t, cut.degree)
+        _launch(call, _combine_kernel, _cdiv(n, block_n), arrays, numbers, 4)
+    if rows is not loss:
+        if n > 1 << 17:  # too long for one program
+            rows = rows.sum(1, keepdim=True)
+        numbers = (rows.shape[1], call.size, reduction == "mean", min(2048, _power_of_2(n)))
+        _launch(call, _reduce_kernel, 1, (rows, stats, loss), numbers, 8)
+    return loss, stats
+
+
+def _forward_call(
+    x: Tensor,
+    target: Tensor,
+    lam: float,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    cut: Plan | None,
+) -> _Call:
     (n, c), (sx_n, sx_c), st = x.shape, x.stride(), target.stride()
     hard = len(st) == 1
     st_n, st_c = (st[0], 0) if hard else st
     dense = not hard or label_smoothing > 0
-    device = x.device
     if cut is None:
-        cut = plan("forward", n, c, x.element_size(), device)
-    half, c0, _ = _constants(lam, cut.degree)
+        cut = plan("forward", n, c, x.element_size(), x.device)
     tiles = _cdiv(c, cut.block_c)
     single, whole = tiles == 1, tiles == 1 and n <= cut.block_n and reduction != "none"
-    size = (2 + hard + dense) * n
-    stats = torch.empty(size + (reduction == "mean"), dtype=torch.float32, device=device)
-    loss = torch.empty(n if reduction == "none" else (), dtype=dtype, device=device)
-    rows = loss if whole or reduction == "none" else torch.empty((2, n), dtype=torch.float32, device=device)
-    parts = None if single else torch.empty((4 if dense else 2, n, tiles), dtype=torch.float32, device=device)
     flags = (lam != 0, hard, dense, weight is not None, sx_c == 1, reduction)
-    key = (
-        "forward", n, c, sx_n, sx_c, st, x.dtype, target.dtype, None if weight is None else weight.dtype, dtype, device,
-        ignore_index, flags, cut,
+    before = (n, c, tiles, sx_n, sx_c, st_n, st_c, cut.rows)
+    after = (
+        1.0 - label_smoothing, label_smoothing / c, ignore_index, *flags, whole, single,
+        cut.block_n, cut.block_c, cut.degree, cut.stages,
     )  # fmt: skip
-    seen = _seen(key, x, target, mu, sigma, weight)
-    args = (x, target, mu, sigma, weight, parts, stats, rows, n, c, tiles, sx_n, sx_c, st_n)
-    keep = 1.0 - label_smoothing
-    _launch(
-        seen, _forward_kernel, tiles * _cdiv(n, cut.rows),
-        (*args, st_c, cut.rows, half, c0, keep, label_smoothing / c, ignore_index, *flags, whole, single,
-         cut.block_n, cut.block_c, cut.degree, cut.stages),
-        cut.warps, cut.registers,
+    return _Call(
+        block=cut, flags=flags, before=before, after=after, tiles=tiles, programs=tiles * _cdiv(n, cut.rows),
+        size=(2 + hard + dense) * n, whole=whole,
     )  # fmt: skip
-    if not single:
-        block_t = min(1024, _power_of_2(tiles))
-        block_n = max(1, min(1024 // block_t, _power_of_2(n)))
-        _launch(
-            seen, _combine_kernel, _cdiv(n, block_n),
-            (*args, half, c0, keep, ignore_index, *flags, block_n, block_t, cut.degree), 4,
-        )  # fmt: skip
-    if rows is not loss:
-        if n > 1 << 17:  # too long for one program
-            rows = rows.sum(1, keepdim=True)
-        block = min(2048, _power_of_2(n))
-        _launch(seen, _reduce_kernel, 1, (rows, stats, loss, rows.shape[1], size, reduction == "mean", block), 8)
-    return loss, stats
 
 
 @_on_its_device
@@ -642,6 +693,53 @@ def backward(
     cut: Plan | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dx, dmu and dsigma, those that are needed; dx may be x itself."""
+    if need[0] and dx is None:
+        dx = torch.empty_like(x)
+    device = x.device
+    key = (
+        x.shape, x.stride(), target.stride(), None if dx is None else dx.stride(), grad.stride(), x.dtype, target.dtype,
+        None if weight is None else weight.dtype, grad.dtype, device, lam != 0, reduction, label_smoothing, need, cut,
+    )  # fmt: skip
+    call = _calls.get(key)
+    if call is None:
+        call = _backward_call(grad, x, target, lam, weight, reduction, label_smoothing, need, dx, cut)
+        _remember(key, call)
+    (need_mu, need_sigma), groups = call.flags, call.groups
+    dmu: Tensor | None
+    dsigma: Tensor | None
+    parts = None
+    if groups > 1 and (need_mu or need_sigma):
+        parts = torch.empty((need_mu + need_sigma, groups, x.shape[1]), dtype=torch.float32, device=device)
+        dmu, dsigma = parts[0] if need_mu else None, parts[-1] if need_sigma else None
+    else:
+        dmu = torch.empty_like(mu) if need_mu else None
+        dsigma = torch.empty_like(sigma) if need_sigma else None
+    if need[0] or need_mu or need_sigma:
+        arrays = (x, target, mu, sigma, weight, grad, stats, dx, dmu, dsigma)
+        numbers = (*call.before, *_constants(lam, call.block.degree), *call.after)
+        _launch(call, _backward_kernel, call.programs, arrays, numbers, call.block.warps, call.block.registers)
+    if parts is not None:
+        sums = parts.sum(1).unbind()
+        dmu, dsigma = sums[0] if need_mu else None, sums[-1] if need_sigma else None
+    if need[1] and not need_mu:
+        dmu = torch.zeros_like(mu)
+    if need[2] and not need_sigma:
+        dsigma = torch.zeros_like(sigma)
+    return dx if need[0] else None, dmu, dsigma
+
+
+def _backward_call(
+    grad: Tensor,
+    x: Tensor,
+    target: Tensor,
+    lam: float,
+    weight: Tensor | None,
+    reduction: str,
+    label_smoothing: float,
+    need: tuple[bool, bool, bool],
+    dx: Tensor | None,
+    cut: Plan | None,
+) -> _Call:
     (n, c), (sx_n, sx_c), st = x.shape, x.stride(), target.stride()
     hard = len(st) == 1
     st_n, st_c = (st[0], 0) if hard else st
@@ -649,34 +747,19 @@ def backward(
     need_x, need_mu, need_sigma = need[0], need[1] and lam != 0, need[2] and lam != 0
     if cut is None:
         cut = plan("backward", n, c, x.element_size(), x.device)
-    half, c0, steep = _constants(lam, cut.degree)
     tiles, groups = _cdiv(c, cut.block_c), _cdiv(n, cut.rows)
-    if need_x and dx is None:
-        dx = torch.empty_like(x)
-    parts = None
-    if need_mu or need_sigma:
-        shape = (need_mu + need_sigma, c) if groups == 1 else (need_mu + need_sigma, groups, c)
-        parts = torch.empty(shape, dtype=torch.float32, device=x.device)
     sd_n, sd_c = (0, 1) if dx is None else dx.stride()
     sg_n = grad.stride(0) if grad.ndim else 0
-    flags = (lam != 0, hard, dense, weight is not None, sx_c == 1 and sd_c == 1, reduction == "mean", grad.ndim > 0,
-             need_x, need_mu, need_sigma, tiles == 1)  # fmt: skip
-    key = (
-        "backward", n, c, sx_n, sx_c, st, sd_n, sd_c, sg_n, x.dtype, target.dtype,
-        None if weight is None else weight.dtype, grad.dtype, x.device, flags, cut,
+    before = (n, c, tiles, sx_n, sx_c, st_n, st_c, sd_n, sd_c, sg_n, cut.rows)
+    after = (
+        1.0 - label_smoothing, label_smoothing / c, lam != 0, hard, dense, weight is not None, sx_c == 1 and sd_c == 1,
+        reduction == "mean", grad.ndim > 0, need_x, need_mu, need_sigma, tiles == 1,
+        cut.block_n, cut.block_c, cut.degree, cut.stages,
     )  # fmt: skip
-    if need_x or parts is not None:
-        _launch(
-            _seen(key, x, target, mu, sigma, weight, grad, dx), _backward_kernel, tiles * groups,
-            (x, target, mu, sigma, weight, grad, stats, dx, parts, n, c, tiles, sx_n, sx_c, st_n, st_c,
-             sd_n, sd_c, sg_n, cut.rows, half, c0, steep, 1.0 - label_smoothing, label_smoothing / c, *flags,
-             cut.block_n, cut.block_c, cut.degree, cut.stages),
-            cut.warps, cut.registers,
-        )  # fmt: skip
-    sums = () if parts is None else (parts if groups == 1 else parts.sum(1)).unbind()
-    dmu = None if not need[1] else sums[0] if need_mu else torch.zeros_like(mu)
-    dsigma = None if not need[2] else sums[-1] if need_sigma else torch.zeros_like(sigma)
-    return dx if need_x else None, dmu, dsigma
+    return _Call(
+        block=cut, flags=(need_mu, need_sigma), before=before, after=after, tiles=tiles, groups=groups,
+        programs=tiles * groups,
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------- autograd
@@ -704,6 +787,10 @@ class _CrossEntropy(torch.autograd.Function):
         else:
             dx, dmu, dsigma = backward(grad, stats, x, target, mu, sigma, *options, need)
         return dx, dmu, dsigma, None, None, None
+
+
+# `_CrossEntropy.apply` without its look for transforms of torch.func, which `supported` has refused already.
+_apply = super(torch.autograd.Function, _CrossEntropy).apply
 
 
 def _plain_gradients(
@@ -878,7 +965,7 @@ def cross_entropy(
     if torch.compiler.is_compiling():
         loss = _forward_op(x, target, mu, sigma, lam, weight, *options)[0]
     elif torch.is_grad_enabled() and (x.requires_grad or mu.requires_grad or sigma.requires_grad):
-        loss = _CrossEntropy.apply(x, mu, sigma, target, weight, (lam, *options))
+        loss = _apply(x, mu, sigma, target, weight, (lam, *options))
     else:
         loss = forward(x, target, mu, sigma, lam, weight, *options)[0]
     return loss.reshape(shape) if reduction == "none" and shape is not None else loss
