@@ -10,12 +10,13 @@ import argparse
 import json
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,17 +40,27 @@ class Study:
     recipe: str
     changes: Mapping[str, Any]
     seeds: range
-    settings: Mapping[str, Mapping[str, Any]]
+    settings: Mapping[str, Mapping[str, Any]]  # "seeds" in one: it has no more than so many
+    about: str = ""
 
     def config(self, setting: str, seed: int) -> Config:
-        changes = {**self.changes, **self.settings[setting], "seed": seed, "threads": 1, "checkpoint_every": 0}
+        own = {k: v for k, v in self.settings[setting].items() if k != "seeds"}
+        changes = {**self.changes, **own, "seed": seed, "threads": 1, "checkpoint_every": 0}
         return recipes.find(self.recipe).config(changes)
+
+    def runs(self) -> Iterator[tuple[str, int]]:
+        """(setting, seed), all settings of a seed together: what is compared is run at about the same time."""
+        for position, seed in enumerate(self.seeds):
+            for setting, changes in self.settings.items():
+                if position < changes.get("seeds", len(self.seeds)):
+                    yield setting, seed
 
 
 def studies() -> dict[str, Study]:
     written = yaml.safe_load((HERE / "studies.yaml").read_text("utf-8"))
     return {
-        name: Study(name, s["recipe"], s["changes"], range(*s["seeds"]), s["settings"]) for name, s in written.items()
+        name: Study(name, s["recipe"], s["changes"], range(*s["seeds"]), s["settings"], s.get("about", ""))
+        for name, s in written.items()
     }
 
 
@@ -58,22 +69,35 @@ def read_rows(study: str, folder: Path = ROWS) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
 
 
-def missing(study: Study, folder: Path = ROWS) -> Iterator[tuple[str, int]]:
-    """(setting, seed) without a row yet, whole pairs first."""
+def missing(study: Study, folder: Path = ROWS) -> list[tuple[str, int]]:
+    """(setting, seed) without a row yet."""
     there = {(row["setting"], row["seed"]) for row in read_rows(study.name, folder)}
-    for seed in study.seeds:
-        for setting in study.settings:
-            if (setting, seed) not in there:
-                yield setting, seed
+    return [run for run in study.runs() if run not in there]
 
 
-def one(study: Study, setting: str, seed: int, data: str | None) -> dict[str, Any]:
+def found_at(spec: str, data: Mapping[str, str]) -> str:
+    """A spec, or several, with the names that `data` knows replaced by where they are.
+
+    >>> found_at("mosaic(cifar10)?grid=2x2", {"cifar10": "folder:images"})
+    'mosaic(folder:images)?grid=2x2'
+    """
+    words = (re.fullmatch(r"(mosaic\()?([^()?]+)(.*)", word) for word in spec.split())
+    return " ".join((m[1] or "") + data.get(m[2], m[2]) + m[3] for m in words if m)
+
+
+def one(study: Study, setting: str, seed: int, data: Mapping[str, str]) -> dict[str, Any]:
     """Trains, and gives every metric, for multi-label data also those of every label."""
     config = study.config(setting, seed)
+    places = {k: found_at(getattr(config, k), data) for k in ("data", "ood") if getattr(config, k)}
     with tempfile.TemporaryDirectory() as folder:
-        result = train.train(config.override({"data": data}) if data else config, Path(folder) / "run")
+        try:
+            result = train.train(config.override(places), Path(folder) / "run")
+        except train.Diverged as error:
+            return {"setting": setting, "seed": seed, "diverged": str(error)}
         outputs = load_file(Path(folder) / "run" / "outputs.safetensors")
-    row = {"setting": setting, "seed": seed, "metrics": {k: _round(v) for k, v in result.items()}}
+    names = dict(zip(places.get("ood", "").split(), (config.ood or "").split(), strict=True))
+    row = {"setting": setting, "seed": seed}
+    row["metrics"] = {" ".join(names.get(w, w) for w in k.split()): _round(v) for k, v in result.items()}
     if outputs["y"].ndim == 2:
         x, p, y = outputs["x"], outputs["p"], outputs["y"]
         stats = geometry.ClassStatistics(y.shape[1], multilabel=True).update(train.positive_outputs(x), y)
@@ -114,24 +138,24 @@ def main() -> None:
     args.rows.mkdir(parents=True, exist_ok=True)
     environment = where()
     with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        waiting: dict[Future[dict[str, Any] | None], str] = {}
         for study in (studies()[name] for name in args.studies):
             first = study.seeds[: args.seeds]
             todo = [(setting, seed) for setting, seed in missing(study, args.rows) if seed in first]
-            spec = data.get(study.changes["data"])
             print(f"{study.name}: {len(todo)} runs", flush=True)
-            waiting = {pool.submit(_before, end, study, *task, spec): task for task in todo}
-            with open(args.rows / f"{study.name}.jsonl", "a", encoding="utf-8") as file:
-                for count, future in enumerate(as_completed(waiting), start=1):
-                    row = future.result()
-                    if row is None:
-                        continue
-                    file.write(json.dumps(row | environment, ensure_ascii=False) + "\n")
-                    file.flush()
-                    if sys.stderr.isatty() or count % 50 == 0:
-                        print(f"{count}/{len(todo)}  {row['setting']} seed {row['seed']}", file=sys.stderr, flush=True)
+            waiting |= {pool.submit(_before, end, study, *task, data): study.name for task in todo}
+        for count, future in enumerate(as_completed(waiting), start=1):
+            row = future.result()
+            if row is None:
+                continue
+            with open(args.rows / f"{waiting[future]}.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps(row | environment, ensure_ascii=False) + "\n")
+            if sys.stderr.isatty() or count % 50 == 0:
+                line = f"{count}/{len(waiting)}  {waiting[future]}: {row['setting']} seed {row['seed']}"
+                print(line, file=sys.stderr, flush=True)
 
 
-def _before(end: float, study: Study, setting: str, seed: int, data: str | None) -> dict[str, Any] | None:
+def _before(end: float, study: Study, setting: str, seed: int, data: Mapping[str, str]) -> dict[str, Any] | None:
     torch.set_num_threads(1)
     return None if time.monotonic() > end else one(study, setting, seed, data)
 

@@ -129,6 +129,8 @@ VALUES = {
     "amp": "x fp8 5 true null",
     "channels_last": "x 5 null",
     "compile": "x 5 null",
+    "cuda_graphs": "x 5 null",
+    "ood": "nosuch 5 true mosaic() npz:nosuch.npz",
     "seed": "-1 1.5 x null true 99999999999999999999",
     "device": "nosuch cuda:99 5 null meta",
     "threads": "-1 1.5 x null",

@@ -24,7 +24,7 @@ def test_every_study_is_a_valid_configuration():
     for study in run.studies().values():
         for setting in study.settings:
             assert isinstance(study.config(setting, 3), Config) and study.config(setting, 3).seed == 3
-        assert len(study.seeds) >= 5
+        assert len(study.seeds) >= 3
         tuning = study.name.startswith("tune-")
         assert (study.config(setting, 0).evaluate_on == "val") == tuning
         assert (min(study.seeds) >= 1000) == tuning  # seeds for choosing are used nowhere else
@@ -80,7 +80,7 @@ def test_runs_are_appended_once(tmp_path, monkeypatch):
     study = run.Study(
         "small", "digits-mosaic", {"epochs": 1, "train_fraction": 0.1, "device": "cpu"}, range(2), {"softmax": {}}
     )
-    row = run.one(study, "softmax", 1, None)
+    row = run.one(study, "softmax", 1, {})
     assert row["setting"] == "softmax" and 0 < row["metrics"]["mAP"] < 1 and len(row["labels"]["ap"]) == 10
     assert np.mean(row["labels"]["ap"]) == pytest.approx(row["metrics"]["mAP"], abs=1e-6)
     (tmp_path / "small.jsonl").write_text(json.dumps(row) + "\n")

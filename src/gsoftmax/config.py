@@ -87,6 +87,7 @@ class Config:
     amp: str = "off"
     channels_last: bool = True  # of images; faster on CPUs too
     compile: bool = False
+    cuda_graphs: bool = False  # on a GPU the backbone's step is recorded once and replayed, which spares launches
     parallel: str = "ddp"  # with several processes: ddp, or fsdp for a backbone too large for one device
     sync_batchnorm: bool = False  # with several GPUs: batch norms see the whole batch
     # the run
@@ -98,6 +99,7 @@ class Config:
     checkpoint_every: int = 1  # epochs; 0 is never
     checkpoint_minutes: float = 10.0  # and inside a long epoch, as often as this; 0 is never
     train_geometry: bool = True  # class geometry of the training set too, one more pass at the end
+    ood: str | None = None  # other data, or several with spaces between: how well outputs tell their test images apart
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):

@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import difflib
 import functools
+import gc
 import importlib.util
 import inspect
 import os
@@ -18,7 +19,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +99,7 @@ def find_head(name: str) -> type[nn.Module]:
     return found
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=4)
 def _load(spec: str, root: str | None, device: str, options: tuple[tuple[str, Any], ...]) -> data_room.Dataset:
     return data_room.load(spec, root, **dict(options)).to(device)
 
@@ -277,6 +278,7 @@ def train(
         world = stack.enter_context(distributed.joined(device))
         dataset = distributed.one_after_the_other(world, lambda: load_data(config, data_root))
         parts = prepare(config, dataset, device, world)
+        others = distributed.one_after_the_other(world, lambda: _load_others(config, dataset, data_root))
         folder, watch = None, None
         if out is not None:
             described: dict[str, Any] = {
@@ -294,17 +296,20 @@ def train(
             )
             folder = stack.enter_context(opened[0]) if opened else None
             watch = stack.enter_context(Watch(world, config.checkpoint_minutes))
-        return _train(parts, config, dataset, world, folder, watch, progress if world.first else None)
+        shown = progress if world.first else None
+        return _train(parts, config, dataset, others, world, folder, watch, shown, stack)
 
 
 def _train(
     parts: Parts,
     config: Config,
     dataset: data_room.Dataset,
+    others: dict[str, data_room.Dataset],
     world: World,
     folder: RunFolder | None,
     watch: Watch | None,
     progress: Callable[[str], None] | None,
+    stack: ExitStack,
 ) -> dict[str, Any]:
     device = next(parts.network.parameters()).device
     batches, _ = total_steps(config, dataset)
@@ -324,6 +329,8 @@ def _train(
         if watch is not None:
             watch.saved()
 
+    if config.cuda_graphs and device.type == "cuda":
+        stack.enter_context(_recorded(parts.network.backbone, next(_train_batches(dataset, config, 1))[0], amp))
     for epoch in range(at.epoch + 1, config.epochs + 1):
         parts.network.train()
         for i, (inputs, target) in enumerate(_train_batches(dataset, config, epoch, world, at.batch), at.batch + 1):
@@ -388,6 +395,8 @@ def _train(
         result |= {f"train_{k}": v for k, v in stats.geometry().average().items()}
         if dataset.num_classes <= 1000:  # what the report draws the training set's Gaussians from; 16 MB at most
             outputs |= {f"train_{k}": v.cpu() for k, v in stats.state_dict().items()}
+    if config.ood:
+        result |= _detection(best, dataset, config, outputs, others, world)
     result |= {"seconds": seconds, "epochs": config.epochs, "examples_per_second": at.seen / max(seconds, 1e-9)}
     distributed.by_the_first(world, lambda: folder.finish(result, outputs) if folder is not None else None)
     return result
@@ -480,6 +489,8 @@ def prepare(config: Config, dataset: data_room.Dataset, device: torch.device, wo
             f"batch_size must be at least the number of processes, {world.size}, because they share it, "
             f"got {config.batch_size}"
         )
+    if config.cuda_graphs and (world.size > 1 or config.accumulate > 1 or config.compile):
+        raise ValueError("cuda_graphs is for one process, with accumulate=1 and without compile")
     network = build(config, dataset, device).to(device)
     if config.channels_last and not (world.size > 1 and config.parallel == "fsdp"):  # which takes plain strides only
         network = network.to(memory_format=torch.channels_last)
@@ -609,7 +620,33 @@ def loss_options(config: Config, dataset: data_room.Dataset) -> dict[str, Any]:
 
 def _autocast(config: Config, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
     dtype = AMP[config.amp]
-    return nullcontext if dtype is None else functools.partial(torch.autocast, device.type, dtype)
+    if dtype is None:
+        return nullcontext
+    # what a graph records is done again with it: it must not take weights from a cache
+    return functools.partial(torch.autocast, device.type, dtype, cache_enabled=not config.cuda_graphs)
+
+
+@contextmanager
+def _recorded(backbone: nn.Module, inputs: Tensor, amp: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """The backbone's forward and backward pass as CUDA graphs: two launches a step where there are hundreds.
+
+    They serve batches of the shape of `inputs` in training mode; everything else goes the usual way.
+    """
+    backbone.train()
+    buffers = [(buffer, buffer.clone()) for buffer in backbone.buffers()]  # recording runs the network a few times
+    try:
+        with amp():
+            torch.cuda.make_graphed_callables(backbone, (inputs.clone(),))
+    except RuntimeError as error:
+        raise ValueError(f"cuda_graphs: this backbone cannot be recorded: {first_line(error)}") from None
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    try:
+        yield
+    finally:
+        del backbone.forward  # the recorded one, which hides that of the class
+        gc.collect()  # graphs hold memory, and cycles hold graphs
 
 
 def _average(network: Network, decay: float) -> torch.optim.swa_utils.AveragedModel | None:
@@ -773,6 +810,48 @@ def _evaluate_shards(
     predicted, y = (distributed.gather_rows(torch.cat(v).cpu(), shares, world) for v in zip(*found, strict=True))
     error = distributed.by_the_first(world, lambda: float((predicted != y).double().mean()))
     return {"error": error} | stats.geometry().average(), {"y": y, "predicted": predicted}
+
+
+def _load_others(
+    config: Config, dataset: data_room.Dataset, root: str | os.PathLike[str] | None
+) -> dict[str, data_room.Dataset]:
+    """The data that `config.ood` names, as the network of `dataset` is given them."""
+    specs = (config.ood or "").split()
+    if specs and dataset.multilabel:
+        raise ValueError(f"ood is for single-label data, and {dataset.name} is multi-label")
+    where = str(dataset.train.y.device)
+    place = None if root is None else os.fspath(root)
+    try:
+        return {spec: data_room.matched(_load(spec, place, where, ()), dataset) for spec in specs}
+    except ValueError as error:
+        raise ValueError(f"ood: {error}") from None
+
+
+def _detection(
+    network: Network,
+    dataset: data_room.Dataset,
+    config: Config,
+    outputs: dict[str, Tensor],
+    others: dict[str, data_room.Dataset],
+    world: World,
+) -> dict[str, float]:
+    """AUROC of telling the test images of `dataset` from those of others, by every score there is."""
+    from . import ood
+
+    if "x" not in outputs:
+        raise ValueError("ood needs the outputs of all classes in one place, and this head has too many")
+    stats = geometry.ClassStatistics(dataset.num_classes)
+    for x, _, y in collect(network, dataset, config, "train", world):
+        stats.update(x.cpu(), y.cpu())
+    stats.sync()
+    known: dict[str, Any] = {"mu": outputs.get("mu"), "sigma": outputs.get("sigma"), "stats": stats}
+    inside = ood.scores(outputs["x"], outputs["p"], **known)
+    result: dict[str, float] = {}
+    for name, other in others.items():
+        found = zip(*((x.cpu(), p.cpu()) for x, p, _ in collect(network, other, config, "test")), strict=True)
+        x, p = (torch.cat(parts) for parts in found)
+        result |= {f"{key} {name}": v for key, v in ood.detection(inside, ood.scores(x, p, **known)).items()}
+    return result
 
 
 def class_statistics(

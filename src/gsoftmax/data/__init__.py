@@ -59,6 +59,7 @@ __all__ = [
     "describe",
     "eval_batches",
     "load",
+    "matched",
     "num_batches",
     "train_batches",
     "write_smoke",
@@ -132,6 +133,26 @@ def _between(
     if not ok or (open_left and value == low) or (open_right and value == high):
         upper = "" if high == math.inf else f" and {'below' if open_right else 'at most'} {high}"
         raise ValueError(f"{name} must be {'above' if open_left else 'at least'} {low}{upper}, got {value!r}")
+
+
+def matched(other: Dataset, like: Dataset) -> Dataset:
+    """`other` with inputs as the network of `like` is given them: its size, channels, mean and deviation.
+
+    >>> matched(load("digits"), load("digits-mosaic")).input_shape
+    (1, 16, 16)
+    """
+    if (other.kind == "table") != (like.kind == "table"):
+        raise DataError(f"{other.name} cannot stand beside {like.name}: one has images, the other a table")
+    splits = {part: getattr(other, part) for part in ("train", "val", "test")}
+    have, need = other.input_shape[0], like.input_shape[0]
+    if have != need:
+        if other.kind == "table" or have != 1:
+            what = "columns" if other.kind == "table" else "channels"
+            raise DataError(f"{other.name} has {have} {what}, and {like.name} has {need}")
+        for part, split in splits.items():  # grey images in colour
+            if split is not None and isinstance(split.x, Tensor):
+                splits[part] = Split(split.x.expand(-1, need, -1, -1), split.y)
+    return replace(other, **splits, mean=like.mean, std=like.std, input_shape=like.input_shape)
 
 
 # spec -> Dataset as published

@@ -450,7 +450,8 @@ def _backward_kernel(
 # ------------------------------------------------------------------------------------------------------------ launching
 
 INTERPRETED = not isinstance(_reduce_kernel, triton.runtime.JITFunction)
-_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # of a device's index; not where torch knows no CUDA
+# These two are missing where torch knows no CUDA.
+_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # of a device's index
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 

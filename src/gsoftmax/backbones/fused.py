@@ -1,0 +1,486 @@
+"""Max pooling, batch normalisation and GELU as a few Triton kernels, for training on a GPU.
+
+With p = x, or x after 2x2 max pooling, with r something to add (or 0), and means over all pixels of a channel,
+
+    xhat = (p - mean) rstd        h = xhat + bias + r        y = h Phi(h)
+    g = dy (Phi(h) + h phi(h))    dbias = sum g              dr = g
+    dp = rstd (g - mean of g - xhat * mean of (g xhat)),
+
+and dx is dp at the place of each maximum and 0 elsewhere.  All of this waits for memory, so what counts is how often a
+tensor is read or written:
+
+* forward: one kernel reads x, writes p and which of the four it was (a byte) and sums up, one reads p and writes y;
+* backward: one kernel reads dy and p and sums up, one reads them again and writes all of dx, zeros included.
+
+Only p, that byte, and two numbers a channel are kept in between.  Channels-last memory is a (pixels, channels) table.
+A program that sums up walks down a tile of it and keeps, for every element of the tile, a running mean and the squares
+around it (Welford's way: subtracting squares of means would lose the variance where the mean is large).  A small kernel
+puts the programs' results together, in a fixed order: no atomics, the same bits every time.  Nothing waits for the GPU.
+"""
+
+# Kernels have no Python types, and neither have the decorators that make them.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+try:
+    import triton
+    import triton.language as tl
+
+    from ..kernels import triton_ce
+    from ..kernels.triton_ce import ROOT, _bend
+except ImportError:  # no Triton: `usable` says so
+    triton = None
+
+_jit: Any = (lambda function: function) if triton is None else triton.jit
+_on_its_device: Any = (lambda function: function) if triton is None else triton_ce._on_its_device
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Said aloud, because the default of the second is about to change.
+_OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}
+_WIDE: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": True}
+
+
+# -------------------------------------------------------------------------------------------------------------- kernels
+
+
+@_jit
+def _distribution(h):
+    """Phi(h), to 1e-7, and h * ROOT, whose negative square is the exponent of phi in base 2."""
+    w, u = _bend(h, 0.0, ROOT, 0.5, -0.9999998807907104, 7)
+    return w + 0.5, u
+
+
+@_jit
+def _statistics_kernel(
+    x, p, index, parts, N, C, groups, steps,
+    H: tl.constexpr, W: tl.constexpr, POOL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Pools, and writes the number, mean and sum of squares around it of a program's pixels; parts: (3, groups, C).
+
+    N counts pixels, after pooling; H and W are those of x.  Values are taken less the first pixel
+    of p, which is near them: their differences then keep their digits where the mean is large.
+    """
+    across = tl.cdiv(C, BLOCK_C)
+    group = tl.program_id(0) // across
+    cols = tl.program_id(0) % across * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    lines = tl.arange(0, BLOCK_P)[:, None]
+    mean = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
+    squares = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
+    count = tl.zeros((BLOCK_P, 1), tl.float32)
+    origin = tl.load(x + cols, mask=cols < C, other=0.0).to(tl.float32)
+    if POOL:
+        origin = tl.maximum(origin, tl.load(x + C + cols, mask=cols < C, other=0.0).to(tl.float32))
+        origin = tl.maximum(origin, tl.load(x + W * C + cols, mask=cols < C, other=0.0).to(tl.float32))
+        origin = tl.maximum(origin, tl.load(x + (W + 1) * C + cols, mask=cols < C, other=0.0).to(tl.float32))
+    for step in range(0, steps):
+        rows = (step * groups + group) * BLOCK_P + lines
+        there = rows < N
+        ok = there & (cols < C)
+        if POOL:
+            left = rows % (W // 2)
+            above = rows // (W // 2)
+            corner = (above // (H // 2) * H + above % (H // 2) * 2) * W + left * 2
+            spot = x + corner.to(tl.int64) * C + cols
+            raw0 = tl.load(spot, mask=ok, other=0.0)
+            raw1 = tl.load(spot + C, mask=ok, other=0.0)
+            raw2 = tl.load(spot + W * C, mask=ok, other=0.0)
+            raw3 = tl.load(spot + (W + 1) * C, mask=ok, other=0.0)
+            v = raw0.to(tl.float32)
+            which = tl.zeros((BLOCK_P, BLOCK_C), tl.int32)
+            # The first maximum stays, and NaN beats everything.
+            v1 = raw1.to(tl.float32)
+            better = (v1 > v) | (v1 != v1)
+            v = tl.where(better, v1, v)
+            which = tl.where(better, 1, which)
+            v2 = raw2.to(tl.float32)
+            better = (v2 > v) | (v2 != v2)
+            v = tl.where(better, v2, v)
+            which = tl.where(better, 2, which)
+            v3 = raw3.to(tl.float32)
+            better = (v3 > v) | (v3 != v3)
+            v = tl.where(better, v3, v)
+            which = tl.where(better, 3, which)
+            place = rows.to(tl.int64) * C + cols
+            tl.store(p + place, v.to(p.dtype.element_ty), mask=ok)
+            tl.store(index + place, which.to(tl.int8), mask=ok)
+        else:
+            v = tl.load(x + rows.to(tl.int64) * C + cols, mask=ok, other=0.0).to(tl.float32)
+        # What lies behind the end comes last, so that all before it have been counted step + 1 times.
+        v -= origin
+        off = tl.where(ok, v - mean, 0.0)
+        mean += off * (1.0 / (step + 1.0))
+        squares += off * (v - mean)
+        count += tl.where(there, 1.0, 0.0)
+    total = tl.sum(count, 0)[None, :]
+    middle = (tl.sum(count * mean, 0)[None, :]) / total
+    off = mean - middle
+    spread = tl.sum(squares + count * off * off, 0)[None, :]
+    spot = parts + group * C + cols
+    tl.store(spot, total + tl.zeros_like(middle), mask=cols < C)
+    tl.store(spot + groups * C, middle, mask=cols < C)
+    tl.store(spot + 2 * groups * C, spread, mask=cols < C)
+
+
+@_jit
+def _merge_statistics_kernel(
+    p, parts, stats, running_mean, running_var, N, C, groups, momentum, eps,
+    BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """mean and rstd, stats: (2, C), from all programs' parts, and a step of the running statistics."""
+    cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    lines = tl.arange(0, BLOCK_G)[:, None]
+    there = cols < C
+    ok = (lines < groups) & there
+    spot = parts + lines * C + cols
+    count = tl.load(spot, mask=ok, other=0.0)
+    mean = tl.load(spot + groups * C, mask=ok, other=0.0)
+    squares = tl.load(spot + 2 * groups * C, mask=ok, other=0.0)
+    middle = tl.sum(count * mean, 0)[None, :] / N
+    off = mean - middle
+    spread = tl.sum(squares + count * off * off, 0)[None, :]  # 0 of those that are not there
+    middle += tl.load(p + cols, mask=there, other=0.0).to(tl.float32)
+    tl.store(stats + cols, middle, mask=there)
+    tl.store(stats + C + cols, 1.0 / tl.sqrt(spread / N + eps), mask=there)
+    old = tl.load(running_mean + cols, mask=there, other=0.0).to(tl.float32)
+    new = (1.0 - momentum) * old + momentum * middle
+    tl.store(running_mean + cols, new.to(running_mean.dtype.element_ty), mask=there)
+    old = tl.load(running_var + cols, mask=there, other=0.0).to(tl.float32)
+    new = (1.0 - momentum) * old + momentum * (spread / (N - 1.0))
+    tl.store(running_var + cols, new.to(running_var.dtype.element_ty), mask=there)
+
+
+@_jit
+def _output_kernel(
+    p, residual, stats, bias, y, N, C,
+    RESIDUAL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """y = gelu((p - mean) rstd + bias + r)."""
+    across = tl.cdiv(C, BLOCK_C)
+    cols = tl.program_id(0) % across * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    rows = tl.program_id(0) // across * BLOCK_P + tl.arange(0, BLOCK_P)[:, None]
+    there = cols < C
+    ok = (rows < N) & there
+    mean = tl.load(stats + cols, mask=there, other=0.0)
+    rstd = tl.load(stats + C + cols, mask=there, other=0.0)
+    shift = tl.load(bias + cols, mask=there, other=0.0).to(tl.float32)
+    place = rows.to(tl.int64) * C + cols
+    h = (tl.load(p + place, mask=ok, other=0.0).to(tl.float32) - mean) * rstd + shift
+    if RESIDUAL:
+        h += tl.load(residual + place, mask=ok, other=0.0).to(tl.float32)
+    below, _ = _distribution(h)
+    tl.store(y + place, (h * below).to(y.dtype.element_ty), mask=ok)
+
+
+@_jit
+def _slope(dy, p, residual, place, ok, mean, rstd, shift, RESIDUAL: tl.constexpr):
+    """g and xhat of the elements at `place`; g is 0 where dy is not loaded."""
+    xhat = (tl.load(p + place, mask=ok, other=0.0).to(tl.float32) - mean) * rstd
+    h = xhat + shift
+    if RESIDUAL:
+        h += tl.load(residual + place, mask=ok, other=0.0).to(tl.float32)
+    below, u = _distribution(h)
+    g = tl.load(dy + place, mask=ok, other=0.0).to(tl.float32) * (below + h * (0.3989422804014327 * tl.exp2(-u * u)))
+    return g, xhat
+
+
+@_jit
+def _sums_kernel(
+    dy, p, residual, stats, bias, parts, N, C, groups, steps,
+    RESIDUAL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """The sums of g and g xhat over a program's pixels; parts: (2, groups, C)."""
+    across = tl.cdiv(C, BLOCK_C)
+    group = tl.program_id(0) // across
+    cols = tl.program_id(0) % across * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    lines = tl.arange(0, BLOCK_P)[:, None]
+    there = cols < C
+    mean = tl.load(stats + cols, mask=there, other=0.0)
+    rstd = tl.load(stats + C + cols, mask=there, other=0.0)
+    shift = tl.load(bias + cols, mask=there, other=0.0).to(tl.float32)
+    sum_g = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
+    sum_gx = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
+    for step in range(0, steps):
+        rows = (step * groups + group) * BLOCK_P + lines
+        ok = (rows < N) & there
+        g, xhat = _slope(dy, p, residual, rows.to(tl.int64) * C + cols, ok, mean, rstd, shift, RESIDUAL)
+        sum_g += g
+        sum_gx += g * xhat
+    spot = parts + group * C + cols
+    tl.store(spot, tl.sum(sum_g, 0)[None, :], mask=there)
+    tl.store(spot + groups * C, tl.sum(sum_gx, 0)[None, :], mask=there)
+
+
+@_jit
+def _merge_sums_kernel(parts, means, dbias, N, C, groups, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr):
+    """dbias, and the means of g and g xhat, means: (2, C), from all programs' parts."""
+    cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    lines = tl.arange(0, BLOCK_G)[:, None]
+    there = cols < C
+    ok = (lines < groups) & there
+    spot = parts + lines * C + cols
+    sum_g = tl.sum(tl.load(spot, mask=ok, other=0.0), 0)[None, :]
+    sum_gx = tl.sum(tl.load(spot + groups * C, mask=ok, other=0.0), 0)[None, :]
+    tl.store(dbias + cols, sum_g.to(dbias.dtype.element_ty), mask=there)
+    tl.store(means + cols, sum_g / N, mask=there)
+    tl.store(means + C + cols, sum_gx / N, mask=there)
+
+
+@_jit
+def _gradient_kernel(
+    dy, p, index, residual, stats, bias, means, dx, dresidual, N, C,
+    H: tl.constexpr, W: tl.constexpr, POOL: tl.constexpr, RESIDUAL: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """dx, and the gradient of r.  With pooling, N counts windows, those cut off by an odd border included."""
+    across = tl.cdiv(C, BLOCK_C)
+    cols = tl.program_id(0) % across * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    rows = tl.program_id(0) // across * BLOCK_P + tl.arange(0, BLOCK_P)[:, None]
+    there = cols < C
+    ok = (rows < N) & there
+    mean = tl.load(stats + cols, mask=there, other=0.0)
+    rstd = tl.load(stats + C + cols, mask=there, other=0.0)
+    shift = tl.load(bias + cols, mask=there, other=0.0).to(tl.float32)
+    mean_g = tl.load(means + cols, mask=there, other=0.0)
+    mean_gx = tl.load(means + C + cols, mask=there, other=0.0)
+    if POOL:
+        wide: tl.constexpr = (W + 1) // 2
+        high: tl.constexpr = (H + 1) // 2
+        left = rows % wide
+        above = rows // wide
+        image = above // high
+        above = above % high
+        place = ((image * (H // 2) + above) * (W // 2) + left).to(tl.int64) * C + cols
+        whole = ok & (left < W // 2) & (above < H // 2)
+        g, xhat = _slope(dy, p, residual, place, whole, mean, rstd, shift, RESIDUAL)
+        dp = (rstd * (g - mean_g - xhat * mean_gx)).to(dx.dtype.element_ty)
+        which = tl.load(index + place, mask=whole, other=-1)
+        spot = dx + ((image * H + above * 2) * W + left * 2).to(tl.int64) * C + cols
+        right = ok & (left * 2 + 1 < W)
+        below = above * 2 + 1 < H
+        nothing = tl.zeros_like(dp)
+        tl.store(spot, tl.where(which == 0, dp, nothing), mask=ok)
+        tl.store(spot + C, tl.where(which == 1, dp, nothing), mask=right)
+        tl.store(spot + W * C, tl.where(which == 2, dp, nothing), mask=ok & below)
+        tl.store(spot + (W + 1) * C, tl.where(which == 3, dp, nothing), mask=right & below)
+        ok = whole
+    else:
+        place = rows.to(tl.int64) * C + cols
+        g, xhat = _slope(dy, p, residual, place, ok, mean, rstd, shift, RESIDUAL)
+        dp = rstd * (g - mean_g - xhat * mean_gx)
+        tl.store(dx + place, dp.to(dx.dtype.element_ty), mask=ok)
+    if RESIDUAL:
+        tl.store(dresidual + place, g.to(dresidual.dtype.element_ty), mask=ok)
+
+
+# ------------------------------------------------------------------------------------------------------------- autograd
+
+
+class Plan(NamedTuple):
+    """How a table of pixels and channels is cut.
+
+    A tile has block_p pixels and block_c channels, `across` tiles make a row.  Sums are taken by `groups` programs for
+    every tile across, each of which takes `steps` tiles, every groups-th; block_g is a power of 2 from `groups`.
+    """
+
+    block_p: int
+    block_c: int
+    across: int
+    groups: int
+    steps: int
+    block_g: int
+
+
+def plan(pixels: int, channels: int, processors: int) -> Plan:
+    """Tiles of 2048 elements, 16 to a thread, and about four programs to a multiprocessor where sums are taken.
+
+    >>> plan(1024 * 15 * 15, 64, 132)
+    Plan(block_p=32, block_c=64, across=1, groups=512, steps=15, block_g=512)
+    """
+    block_c = min(64, max(16, 1 << (channels - 1).bit_length()))
+    block_p = 2048 // block_c
+    across = -(-channels // block_c)
+    tiles = -(-pixels // block_p)
+    # One program merges all groups at once, so that there must not be too many.
+    groups = min(tiles, max(1, min(512, 4 * processors) // across))
+    return Plan(block_p, block_c, across, groups, -(-tiles // groups), max(16, 1 << (groups - 1).bit_length()))
+
+
+@_on_its_device
+def _forward(
+    x: Tensor,  # (N, C, H, W)
+    bias: Tensor,  # (C,)
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: float,
+    eps: float,
+    pool: bool,
+    residual: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """y, p, index and stats."""
+    n, c, h, w = x.shape
+    shape = (n, c, h // 2, w // 2) if pool else (n, c, h, w)
+    pixels = shape[0] * shape[2] * shape[3]
+    device = x.device
+    cut = plan(pixels, c, triton_ce._processors(device))
+    p, index = x, None
+    if pool:
+        p = torch.empty(shape, dtype=x.dtype, device=device, memory_format=torch.channels_last)
+        index = torch.empty(shape, dtype=torch.int8, device=device, memory_format=torch.channels_last)
+    y = torch.empty(shape, dtype=x.dtype, device=device, memory_format=torch.channels_last)
+    parts = torch.empty((3, cut.groups, c), dtype=torch.float32, device=device)
+    stats = torch.empty((2, c), dtype=torch.float32, device=device)
+    _statistics_kernel[(cut.groups * cut.across,)](
+        x, p, index, parts, pixels, c, cut.groups, cut.steps,
+        h if pool else 0, w if pool else 0, pool, cut.block_p, cut.block_c,
+        maxnreg=128, **_OPTIONS,  # so that four programs fit on a multiprocessor
+    )  # fmt: skip
+    _merge_statistics_kernel[(-(-c // 16),)](
+        p, parts, stats, running_mean, running_var, pixels, c, cut.groups, momentum, eps, cut.block_g, 16, **_WIDE
+    )
+    _output_kernel[(-(-pixels // cut.block_p) * cut.across,)](
+        p, residual, stats, bias, y, pixels, c, residual is not None, cut.block_p, cut.block_c, **_OPTIONS
+    )
+    return y, p, index, stats
+
+
+@_on_its_device
+def _backward(
+    dy: Tensor,
+    p: Tensor,
+    index: Tensor | None,
+    stats: Tensor,
+    bias: Tensor,
+    residual: Tensor | None,
+    shape: torch.Size,  # of x
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """dx, dbias and the gradient of r."""
+    n, c, h, w = shape
+    pool = index is not None
+    pixels = p.shape[0] * p.shape[2] * p.shape[3]
+    device = p.device
+    cut = plan(pixels, c, triton_ce._processors(device))
+    dy = dy.contiguous(memory_format=torch.channels_last)
+    parts = torch.empty((2, cut.groups, c), dtype=torch.float32, device=device)
+    means = torch.empty((2, c), dtype=torch.float32, device=device)
+    dbias = torch.empty_like(bias)
+    dx = torch.empty(shape, dtype=p.dtype, device=device, memory_format=torch.channels_last)
+    dresidual = None
+    if residual is not None:
+        dresidual = torch.empty(p.shape, dtype=residual.dtype, device=device, memory_format=torch.channels_last)
+    _sums_kernel[(cut.groups * cut.across,)](
+        dy, p, residual, stats, bias, parts, pixels, c, cut.groups, cut.steps,
+        residual is not None, cut.block_p, cut.block_c, **_OPTIONS,
+    )  # fmt: skip
+    _merge_sums_kernel[(-(-c // 16),)](parts, means, dbias, pixels, c, cut.groups, cut.block_g, 16, **_WIDE)
+    windows = n * ((h + 1) // 2) * ((w + 1) // 2) if pool else pixels
+    _gradient_kernel[(-(-windows // cut.block_p) * cut.across,)](
+        dy, p, index, residual, stats, bias, means, dx, dresidual, windows, c,
+        h if pool else 0, w if pool else 0, pool, residual is not None, cut.block_p, cut.block_c, **_OPTIONS,
+    )  # fmt: skip
+    return dx, dbias, dresidual
+
+
+class _NormGelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, residual: Tensor | None, options: tuple[Any, ...]) -> Tensor:
+        y, p, index, stats = _forward(x, bias, *options, residual)
+        ctx.save_for_backward(p, index, stats, bias, residual)
+        ctx.shape = x.shape
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        p, index, stats, bias, residual = ctx.saved_tensors
+        dx, dbias, dresidual = _backward(dy, p, index, stats, bias, residual, ctx.shape)
+        return dx, dbias, dresidual, None
+
+
+# ------------------------------------------------------------------------------------------------------------- the call
+
+
+def usable(x: Tensor) -> bool:
+    """Whether `norm_gelu` can take x: on a GPU, channels last, float32 or half precision, not under torch.compile.
+
+    >>> usable(torch.zeros(2, 3, 4, 4))
+    False
+    """
+    if triton is None or torch.compiler.is_compiling():
+        return False
+    return (
+        (x.is_cuda or (triton_ce.INTERPRETED and x.device.type == "cpu"))
+        and x.dtype in _DTYPES
+        and x.dim() == 4
+        and x.numel() > 0
+        and x.numel() // x.shape[1] < 1 << 30  # pixels are counted in 32 bits
+        and x.is_contiguous(memory_format=torch.channels_last)
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def plain(
+    x: Tensor,
+    bias: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: float,
+    eps: float,
+    pool: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """What `norm_gelu` computes, by torch's own operations, anywhere.
+
+    >>> x = torch.arange(8.0).reshape(2, 1, 2, 2)
+    >>> plain(x, torch.zeros(1), torch.zeros(1), torch.ones(1), 0.1, 1e-5, pool=True).flatten()
+    tensor([-0.1587,  0.8413])
+    """
+    if pool:
+        x = F.max_pool2d(x, 2)
+    h = F.batch_norm(x, running_mean, running_var, None, bias, True, momentum, eps)
+    return F.gelu(h if residual is None else h + residual)
+
+
+def norm_gelu(
+    x: Tensor,  # (N, C, H, W), channels last
+    bias: Tensor,  # (C,)
+    running_mean: Tensor,  # (C,), changed in place
+    running_var: Tensor,
+    momentum: float,
+    eps: float,
+    pool: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """2x2 max pooling if asked for, batch normalisation without a weight, a residual sum, GELU; in training.
+
+    y = gelu((p - mean) / sqrt(var + eps) + bias + residual), p = max_pool2d(x, 2) or x; mean and var are those of this
+    batch, over (N, H, W).  The running statistics take a step of size `momentum`, as in `nn.BatchNorm2d`.  `usable`
+    says which x can be taken; arithmetic is in float32, y in x's type.  Gradients: x, bias, residual; once.
+
+    x (N, C, H, W) -> y (N, C, H, W), or (N, C, H // 2, W // 2) with `pool`; residual has the shape of y.
+    """
+    if not usable(x):
+        raise ValueError(
+            f"x must be channels last, float32, bfloat16 or float16, on a GPU with Triton, got {x.dtype} on {x.device} "
+            f"with shape {tuple(x.shape)} and strides {x.stride()}"
+        )
+    n, c, h, w = x.shape
+    shape = (n, c, h // 2, w // 2) if pool else (n, c, h, w)
+    if shape[0] * shape[2] * shape[3] < 2:
+        raise ValueError(f"x must leave more than one value per channel, got shape {tuple(x.shape)} and pool={pool}")
+    for name, v in (("bias", bias), ("running_mean", running_mean), ("running_var", running_var)):
+        if v.shape != (c,) or v.device != x.device or not v.is_contiguous():
+            raise ValueError(f"{name} must be ({c},), contiguous, on {x.device}, got {tuple(v.shape)} on {v.device}")
+    if residual is not None:
+        if residual.shape != shape or residual.device != x.device:
+            raise ValueError(
+                f"residual must be {shape} on {x.device}, got {tuple(residual.shape)} on {residual.device}"
+            )
+        residual = residual.contiguous(memory_format=torch.channels_last)
+    return _NormGelu.apply(x, bias, residual, (running_mean, running_var, momentum, eps, pool))

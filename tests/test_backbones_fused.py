@@ -1,0 +1,284 @@
+"""Fused pooling, normalisation and GELU, on a GPU where there is one and otherwise in Triton's interpreter.
+
+Triton decides between the two when it is first imported, which any other test may have done already.  So the kernels
+are tested in a process of its own; what that process runs are the functions called check_*.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gsoftmax.backbones import fused
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+INSIDE = GPU or os.environ.get("TRITON_INTERPRET") == "1"
+CANNOT = 77
+
+# On a GPU some of torch's own operations say that they can't promise the same bits twice.
+pytestmark = pytest.mark.filterwarnings("ignore:.*deterministic")
+
+NO_TRITON = """
+import sys
+sys.modules["triton"] = None
+import torch
+from gsoftmax.backbones import fused
+x = torch.zeros(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+assert fused.triton is None and not fused.usable(x)
+"""
+
+
+def test_everything_in_a_process_of_its_own():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    command = [sys.executable, "-m", "pytest", __file__, "-q", "-x", "-o", "python_functions=check_*", "-W", "error"]
+    command += ["-p", "no:cacheprovider", "-p", "no:xdist", "--show-capture=no", "--tb=short"]
+    environment = dict(os.environ, OMP_NUM_THREADS="1")
+    if not GPU:
+        environment["TRITON_INTERPRET"] = "1"
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode == CANNOT:
+        pytest.skip("the interpreter of this Triton does not work with this numpy")
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+def test_without_triton_the_module_is_there_and_unusable():
+    done = subprocess.run([sys.executable, "-c", NO_TRITON], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_plain_is_the_layers_one_after_the_other():
+    norm = nn.BatchNorm2d(5, momentum=0.4)
+    x, r = torch.randn(4, 5, 7, 6), torch.randn(4, 5, 3, 3)
+    mean, var = torch.zeros(5), torch.ones(5)
+    got = fused.plain(x, norm.bias, mean, var, 0.4, norm.eps, pool=True, residual=r)
+    torch.testing.assert_close(got, nn.GELU()(norm(nn.MaxPool2d(2)(x)) + r))
+    torch.testing.assert_close(mean, norm.running_mean)
+    torch.testing.assert_close(var, norm.running_var)
+
+
+@pytest.mark.parametrize("channels", [1, 3, 16, 24, 64, 70, 256, 1000])
+@pytest.mark.parametrize("pixels", [2, 31, 33, 5000, 10**6])
+def test_every_tile_is_taken_by_one_group_and_no_group_is_empty(pixels, channels):
+    cut = fused.plan(pixels, channels, 132)
+    tiles = -(-pixels // cut.block_p)
+    taken = [step * cut.groups + group for step in range(cut.steps) for group in range(cut.groups)]
+    assert {t for t in taken if t < tiles} == set(range(tiles)) and len(set(taken)) == len(taken)
+    assert cut.groups <= tiles and cut.groups <= cut.block_g <= 512 and cut.block_p >= 16
+    assert cut.across * cut.block_c >= channels > (cut.across - 1) * cut.block_c
+
+
+# ----------------------------------------------------------------------------------------------- inside, on the kernels
+
+if INSIDE:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def _count(out, n):
+        for _ in range(0, n):
+            tl.store(out, tl.load(out) + 1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def loops():
+    """Interpreters up to that of Triton 3.6 stop at any loop, since numpy 2.4 makes no number of an array any more."""
+    if INSIDE and not GPU:
+        try:
+            _count[(1,)](torch.zeros(1), 3)
+        except Exception:
+            pytest.exit("no loops in the interpreter", returncode=CANNOT)
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """torch.empty gives NaN, or -128 to 127, so that what a kernel does not write is seen; numpy is quiet on NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=GPU)
+    with np.errstate(all="ignore"):
+        yield
+    torch.use_deterministic_algorithms(False)
+
+
+def images(shape, dtype="float32", scale=1.0, mean=0.0, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * scale + mean
+    x = x.to(DEVICE, getattr(torch, dtype))
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def both(x, pool, residual=None, momentum=0.4, eps=1e-5):
+    """(y, dx, dbias, running mean, running variance[, dresidual]) of the kernels and of float64."""
+    c = x.shape[1]
+    generator = torch.Generator().manual_seed(1)
+    bias, old_mean = (torch.randn(c, generator=generator).to(DEVICE) for _ in range(2))
+    old_var = (torch.rand(c, generator=generator) + 0.5).to(DEVICE)
+    dy, results = None, []
+    for function, precise in ((fused.norm_gelu, False), (fused.plain, True)):
+        inputs = [v.double() if precise else v.clone() for v in (x, bias, old_mean, old_var)]
+        r = None if residual is None else residual.double() if precise else residual.clone()
+        for v in (inputs[0], inputs[1], *(() if r is None else (r,))):
+            v.requires_grad_()
+        y = function(*inputs, momentum, eps, pool, r)
+        if dy is None:
+            dy = images(y.shape, seed=2).to(y.dtype)
+            assert y.dtype == x.dtype and y.is_contiguous(memory_format=torch.channels_last)
+        y.backward(dy.to(y.dtype))
+        results.append([y.detach(), inputs[0].grad, inputs[1].grad, inputs[2], inputs[3]])
+        if r is not None:
+            results[-1].append(r.grad)
+    return results
+
+
+def close(got, expected, relative=1e-5, floor=0.0):
+    """Each element to `relative` of itself and the largest together."""
+    assert got.shape == expected.shape
+    error = (got.double() - expected).abs()
+    assert (error <= relative * (expected.abs() + expected.abs().max()) + floor).all(), error.max()  # NaN fails
+
+
+SHAPES = [(2, 3, 4, 4), (3, 24, 5, 7), (6, 70, 9, 8), (5, 1, 2, 3), (5, 16, 2, 2), (20, 64, 8, 5)]
+
+
+@pytest.mark.parametrize("pool", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def check_against_float64(shape, pool):
+    for got, expected in zip(*both(images(shape, scale=2.0, mean=0.5), pool), strict=True):
+        close(got, expected)
+
+
+def check_two_values_to_a_channel():
+    """They become -1 and 1 whatever they were: hardly any gradient is left, of differences of numbers around 1."""
+    for got, expected in zip(*both(images((2, 7, 2, 3)), True), strict=True):
+        close(got, expected, floor=2e-6)
+
+
+@pytest.mark.parametrize("pool", [False, True])
+def check_a_residual_sum(pool):
+    x = images((4, 24, 5, 6))
+    residual = images((4, 24, 2, 3) if pool else x.shape, seed=3)
+    for got, expected in zip(*both(x, pool, residual), strict=True):
+        close(got, expected)
+    for got, expected in zip(*both(x, pool, residual.contiguous()), strict=True):  # channels first
+        close(got, expected)
+
+
+# The interpreter truncates to bfloat16 where a GPU rounds.
+@pytest.mark.parametrize("dtype, eps", [("bfloat16", 2**-8 if GPU else 2**-7), ("float16", 2**-11)])
+@pytest.mark.parametrize("pool", [False, True])
+def check_half_precision_is_rounded_once(dtype, eps, pool):
+    x = images((5, 24, 7, 6), dtype)
+    residual = None if pool else images((5, 24, 7, 6), dtype, seed=3)
+    got, expected = both(x, pool, residual)
+    for i, (a, b) in enumerate(zip(got, expected, strict=True)):
+        if i in (2, 3, 4):
+            assert a.dtype == torch.float32
+            close(a, b)
+        else:
+            assert a.dtype == x.dtype
+            tiny = 2.0**-24 if dtype == "float16" else 0.0  # what float16 has below its normal numbers
+            assert ((a.double() - b).abs() <= eps * b.abs() + 2e-6 * b.abs().max() + tiny).all()
+
+
+def check_a_large_mean_keeps_the_variance():
+    """Sums of squares in float32 would leave nothing of the variance."""
+    x = images((20, 3, 16, 16), scale=0.1, mean=1000.0)
+    x[:, 0] -= 2000
+    got, expected = both(x, False)
+    wide = x.double().var((0, 2, 3))
+    assert (expected[4] - 0.4 * wide).abs().max() > 0.1  # the old ones are in there as well
+    assert ((got[4].double() - expected[4]).abs() <= 1e-6).all()
+    mean, var = torch.zeros(3, device=DEVICE), torch.zeros(3, device=DEVICE)
+    fused.norm_gelu(x, torch.zeros(3, device=DEVICE), mean, var, 1.0, 1e-5)
+    assert ((var.double() - wide).abs() <= 1e-5 * wide).all()
+    assert ((mean.double() - x.double().mean((0, 2, 3))).abs() <= 2.0**-14).all()  # one unit of float32 at 1000
+    # (x - mean) / std: half a unit of the mean, 3e-5, is 3e-4 of the deviation.
+    close(got[0], expected[0], 5e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def check_ties_go_where_torch_takes_them(dtype):
+    x = images((6, 20, 7, 6), dtype).float().round().to(getattr(torch, dtype))
+    x = x.contiguous(memory_format=torch.channels_last)
+    x[0, 0] = -7  # all four alike
+    got, expected = both(x, True)
+    assert ((got[1] != 0) == (expected[1] != 0)).all()
+    assert (got[1][:, :, 6] == 0).all()  # the odd row
+    close(got[1], expected[1], 1e-5 if dtype == "float32" else 2**-7)
+
+
+@pytest.mark.parametrize("spots", [[(0, 0)], [(1, 1)], [(0, 1), (1, 0)]], ids=str)
+def check_nan_spoils_its_channel_and_no_other(spots):
+    x = images((3, 5, 4, 4))
+    clean = x.clone()
+    for i, j in spots:
+        x[1, 2, i, j] = float("nan")
+    x.requires_grad_()
+    mean, var, bias = (torch.zeros(5, device=DEVICE) for _ in range(3))
+    y = fused.norm_gelu(x, bias, mean, var, 0.1, 1e-5, pool=True)
+    y.sum().backward()
+    _, p, index, _ = fused._forward(x.detach(), bias, mean, var, 0.1, 1e-5, True, None)
+    pooled, where = F.max_pool2d(x.detach(), 2, return_indices=True)
+    torch.testing.assert_close(p, pooled, equal_nan=True, rtol=0, atol=0)
+    assert torch.equal(where, (index // 2).long() * 4 + index % 2 + corners(where))
+    others = [0, 1, 3, 4]
+    assert y[:, 2].isnan().all() and mean[2].isnan() and var[2].isnan()
+    close(y.detach()[:, others], fused.plain(clean, bias, mean * 0, var, 0.1, 1e-5, True)[:, others].double())
+    assert x.grad[:, others].isfinite().all()
+
+
+def corners(where):
+    """The flat index of each window's first element in its 4x4 image."""
+    i = torch.arange(2, device=where.device)
+    return i[:, None] * 8 + i * 2
+
+
+@pytest.mark.parametrize("pool", [False, True])
+def check_gradients_in_any_layout_and_the_same_bits_twice(pool):
+    x, bias = images((4, 20, 6, 6)).requires_grad_(), torch.randn(20, device=DEVICE, requires_grad=True)
+    found = []
+    for layout in ("channels last", "channels first", "channels last"):
+        y = fused.norm_gelu(x, bias, torch.zeros(20, device=DEVICE), torch.ones(20, device=DEVICE), 0.1, 1e-5, pool)
+        dy = images(y.shape, seed=4)
+        found.append(torch.autograd.grad(y, (x, bias), dy if layout == "channels last" else dy.contiguous()))
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+    y = fused.norm_gelu(x, bias, torch.zeros(20, device=DEVICE), torch.ones(20, device=DEVICE), 0.1, 1e-5, pool)
+    y.sum().backward()  # a gradient that is one number, repeated
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("pool", [False, True])
+def check_an_unusual_first_pixel(pool):
+    """The statistics are taken around it."""
+    x = images((9, 4, 6, 6))
+    x[0, 0, 0, 0], x[0, 1, 0, 0], x[0, 2, 0, 0] = 1e4, -1e4, float("-inf")
+    if not pool:
+        x[0, 2, 0, 0] = 0.0
+    for got, expected in zip(*both(x, pool), strict=True):
+        close(got, expected)
+
+
+def check_what_can_be_taken():
+    x = images((2, 3, 4, 4))
+    assert fused.usable(x) and fused.usable(x.bfloat16())
+    assert not fused.usable(x.contiguous()) and not fused.usable(x.double()) and not fused.usable(x[0])
+    assert not fused.usable(x[:0]) and not fused.usable(x[:, :, ::2])
+    assert not fused.usable(x.to("meta"))
+    vectors = [torch.zeros(3, device=DEVICE) for _ in range(3)]
+    for wrong, words in (
+        ((x.contiguous(), *vectors, 0.1, 1e-5), "x must be channels last"),
+        ((images((1, 3, 2, 2)), *vectors, 0.1, 1e-5, True), "x must leave more than one value"),
+        ((images((4, 3, 1, 4)), *vectors, 0.1, 1e-5, True), "more than one"),
+        ((x, vectors[0][:2], *vectors[1:], 0.1, 1e-5), r"bias must be \(3,\)"),
+        ((x, *vectors, 0.1, 1e-5, True, x), "residual must be"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            fused.norm_gelu(*wrong)
