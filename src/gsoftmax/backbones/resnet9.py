@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,23 +55,37 @@ class FastNorm(nn.BatchNorm2d):
 class FastBlock(nn.Module):
     """conv-max pooling-BN-GELU, then `convs - 1` times conv-BN-GELU, around these a residual sum if asked for."""
 
-    def __init__(self, channels_in: int, channels_out: int, convs: int, residual: bool, momentum: float) -> None:
+    def __init__(
+        self, channels_in: int, channels_out: int, convs: int, residual: bool, momentum: float, fused: bool
+    ) -> None:
         super().__init__()
         self.conv = conv3x3(channels_in, channels_out)
         self.norm = FastNorm(channels_out, momentum)
         self.convs = nn.ModuleList(conv3x3(channels_out, channels_out) for _ in range(convs - 1))
         self.norms = nn.ModuleList(FastNorm(channels_out, momentum) for _ in range(convs - 1))
-        self.residual = residual
+        self.residual, self.fused = residual, fused
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (N, in, H, W) -> (N, out, H/2, W/2)
-        x = F.gelu(self.norm(F.max_pool2d(self.conv(x), 2)))
+        x = self._norm_gelu(self.conv(x), self.norm, pool=True)
         y = x
         for i, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
-            y = norm(conv(y))
-            if self.residual and i == len(self.convs) - 1:
-                y = y + x
-            y = F.gelu(y)
+            last = self.residual and i == len(self.convs) - 1
+            y = self._norm_gelu(conv(y), norm, residual=x if last else None)
         return y
+
+    def _norm_gelu(
+        self, x: torch.Tensor, norm: Any, pool: bool = False, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if self.fused and norm.training and x.is_cuda and not torch.compiler.is_compiling():
+            from . import fused  # brings Triton, which only this needs
+
+            if fused.usable(x):
+                norm.num_batches_tracked.add_(1)
+                return fused.norm_gelu(
+                    x, norm.bias, norm.running_mean, norm.running_var, norm.momentum, norm.eps, pool, residual
+                )
+        x = norm(F.max_pool2d(x, 2) if pool else x)
+        return F.gelu(x if residual is None else x + residual)
 
 
 class ResNet9(nn.Module):
@@ -86,6 +101,7 @@ class ResNet9(nn.Module):
       are PyTorch's default), so that the network at the start passes the image through.
     * `FastNorm` has only a bias; a learning rate well above that of the weights suits it: all parameters with one
       dimension are such biases.
+    * `fused=True`: on a GPU pooling, normalisation and GELU are one function while training; see `fused.py`.
 
     The features are as they come; a head on them wants a scale (about 1/9 on its outputs), which is the lab's to set.
 
@@ -106,6 +122,7 @@ class ResNet9(nn.Module):
         residual: bool = True,
         whiten: bool = True,
         bn_momentum: float = 0.4,
+        fused: bool = True,
     ) -> None:
         super().__init__()
         channels, _, _ = image_shape(input_shape, 17, "resnet9")
@@ -125,7 +142,7 @@ class ResNet9(nn.Module):
         blocks = []
         channels = 2 * patch
         for width in widths:
-            blocks.append(FastBlock(channels, width, convs, residual, bn_momentum))
+            blocks.append(FastBlock(channels, width, convs, residual, bn_momentum, fused))
             channels = width
         self.blocks = nn.Sequential(*blocks)
         self.pool = GlobalPool(pool or "max")
