@@ -856,7 +856,7 @@ def bench(quick: bool, folder: Path | None) -> None:
     say(f"copy bandwidth {copy / 1e12:.2f} TB/s, read and written")
     rows: list[dict[str, Any]] = []
     payload = {"provenance": provenance(), "copy bytes per second": copy, "rows": rows}
-    for part in (bench_losses(clock, copy, quick), bench_linears(clock, quick), bench_small(clock, quick)):
+    for part in (bench_small(clock, quick), bench_losses(clock, copy, quick), bench_linears(clock, quick)):
         try:
             for measured in part:
                 rows.append(measured)

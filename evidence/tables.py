@@ -1,15 +1,17 @@
-"""Tables and verdicts from the rows: `python -m evidence.tables` writes them between the marks in docs and README.
+"""Tables, verdicts and figures from the rows: `python -m evidence.tables` writes them into docs and README.
 
     <!-- evidence: tables -->  ...  <!-- evidence: end -->
 
-Nothing between such marks is written by hand.
+Nothing between such marks is written by hand. The marks: verdicts, summary, tables, ood, cost.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,35 @@ from typing import Any
 import numpy as np
 
 from gsoftmax.compare import MULTI, NAMES, PERCENT, SINGLE, SMALLER_IS_BETTER, number, p_value
-from gsoftmax.significance import Paired, all_class_correlation, holm, paired, paper_correlations, required_n
+from gsoftmax.significance import (
+    Correlation,
+    Paired,
+    all_class_correlation,
+    holm,
+    paired,
+    paper_correlations,
+    required_n,
+    t_two_sided,
+)
 
 from .run import ROWS, Study, read_rows, studies
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "docs" / "evidence.md", ROOT / "README.md")
 MARKS = re.compile(r"(<!-- evidence: (\w+) -->\n).*?(<!-- evidence: end -->)", re.DOTALL)
+NOTHING = "No run has been done yet."
+
+SEVEN = ("mAP", "C_P", "C_R", "C_F1_mean", "O_P", "O_R", "O_F1")  # the paper's, of several labels
+MORE_NAMES = {"C_P": "C-P %", "C_R": "C-R %", "O_P": "O-P %", "O_R": "O-R %"}
+GEOMETRY = ("compactness", "separability", "ratio")
+GAUSSIAN = ("learned", "empirical", "empirical_all")  # the scores of gsoftmax.ood that come from Gaussians
+COST_BOUND = 1.01  # a step may cost so much of softmax's
+
+Row = Mapping[str, Any]
+Found = Mapping[str, tuple[Study, Sequence[Row]]]
+
+
+# ------------------------------------------------------------------------------------------------------------- numbers
 
 
 @dataclass(frozen=True)
@@ -38,140 +62,517 @@ class Difference:
 
     @property
     def verdict(self) -> str:
-        if not self.p < 0.05:
-            return "no difference shown"
-        return "better" if (self.test.difference < 0) == (self.metric in SMALLER_IS_BETTER) else "worse"
+        return _verdict(self.test.difference, self.p, self.metric in SMALLER_IS_BETTER)
+
+    @property
+    def share(self) -> float:
+        """The difference in percent of the reference."""
+        return 100 * self.test.difference / self.reference if self.reference else math.nan
 
 
-def values(rows: Sequence[Mapping[str, Any]], metric: str) -> dict[str, dict[int, float]]:
+def _verdict(difference: float, p: float, smaller: bool = False) -> str:
+    if not p < 0.05:
+        return "no difference shown"
+    return "better" if (difference < 0) == smaller else "worse"
+
+
+def done(rows: Sequence[Row]) -> list[Row]:
+    """The rows of runs that did not diverge."""
+    return [row for row in rows if "metrics" in row]
+
+
+def values(rows: Sequence[Row], metric: str) -> dict[str, dict[int, float]]:
     """A metric by setting and seed, in percent where it is a share."""
-    scale = 100.0 if metric in PERCENT else 1.0
+    scale = 100.0 if metric in (*PERCENT, *SEVEN) or metric.startswith("ood_") else 1.0
     found: dict[str, dict[int, float]] = {}
-    for row in rows:
-        found.setdefault(row["setting"], {})[row["seed"]] = scale * row["metrics"][metric]
+    for row in done(rows):
+        if metric in row["metrics"]:
+            found.setdefault(row["setting"], {})[row["seed"]] = scale * row["metrics"][metric]
     return found
 
 
-def metrics_of(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    return MULTI if "mAP" in rows[0]["metrics"] else SINGLE
+def metrics_of(rows: Sequence[Row]) -> tuple[str, ...]:
+    """The metrics that are tested; none where all runs diverged."""
+    first = next(iter(done(rows)), None)
+    return () if first is None else MULTI if "mAP" in first["metrics"] else SINGLE
 
 
-def differences(study: Study, rows: Sequence[Mapping[str, Any]]) -> list[Difference]:
+def settings_of(study: Study, rows: Sequence[Row]) -> list[str]:
+    there = {row["setting"] for row in rows}
+    return [s for s in study.settings if s in there]
+
+
+def on_common_seeds(a: Mapping[int, float], b: Mapping[int, float]) -> tuple[np.ndarray, np.ndarray]:
+    seeds = sorted(a.keys() & b.keys())
+    return np.array([a[s] for s in seeds]), np.array([b[s] for s in seeds])
+
+
+def differences(study: Study, rows: Sequence[Row]) -> list[Difference]:
     """Every setting against the first one in every metric, paired by seed, corrected for being several."""
-    reference, *others = [s for s in study.settings if any(row["setting"] == s for row in rows)]
+    reference, *others = study.settings
     found = []
     for metric in metrics_of(rows):
         by = values(rows, metric)
         for setting in others:
-            seeds = sorted(by[reference].keys() & by[setting].keys())
-            a, b = (np.array([by[s][seed] for seed in seeds]) for s in (reference, setting))
-            found.append((setting, metric, float(a.mean()), paired(a, b)))
+            a, b = on_common_seeds(by.get(reference, {}), by.get(setting, {}))
+            if len(a):
+                found.append((setting, metric, float(a.mean()), paired(a, b)))
     corrected = holm([d[3].p for d in found])
     return [Difference(*d, float(p)) for d, p in zip(found, corrected, strict=True)]
 
 
-def study_tables(study: Study, rows: Sequence[Mapping[str, Any]]) -> str:
+# -------------------------------------------------------------------------------------------------------------- tables
+
+
+def study_tables(study: Study, rows: Sequence[Row]) -> str:
     """Means and deviations, then paired differences, as Markdown."""
-    metrics = metrics_of(rows)
-    settings = [s for s in study.settings if any(row["setting"] == s for row in rows)]
-    lines = [f"### {study.name}", ""]
-    lines += [
-        "| setting | seeds | " + " | ".join(_name(m) for m in metrics) + " |",
-        "|---" * (len(metrics) + 2) + "|",
-    ]
+    settings, metrics = settings_of(study, rows), metrics_of(rows)
+    parts = [f"### {study.name}"]
+    if about := getattr(study, "about", "").strip():
+        parts.append(about)
+    if "mAP" in metrics:
+        parts.append(_means(rows, settings, SEVEN))
+    parts.append(_means(rows, settings, [*(m for m in metrics if m not in SEVEN), "seconds"]))
+    found = differences(study, rows)
+    if found:
+        parts += [_caption(study), _differences(found, metrics)]
+        if not math.isnan(sd := found[0].test.sd):
+            effect, name = 0.1, _name(found[0].metric).removesuffix(" %")
+            parts.append(
+                f"To see {effect} points of {name} at 80 % power takes {required_n(sd, effect)} paired seeds here "
+                f"({found[0].setting})."
+            )
+    parts += [*_label_tables(study, rows), *_ood_tables(study, rows), _provenance(rows)]
+    return "\n\n".join(parts)
+
+
+def _means(rows: Sequence[Row], settings: Sequence[str], metrics: Sequence[str]) -> str:
+    by = {m: values(rows, m) for m in metrics}
+    lines = []
     for setting in settings:
         cells = []
         for metric in metrics:
-            v = np.array(list(values(rows, metric)[setting].values()))
-            cells.append(f"{number(v.mean())} ± {number(v.std(ddof=1))}" if len(v) > 1 else number(v.mean()))
-        lines.append(f"| {setting} | {len(v)} | " + " | ".join(cells) + " |")
-    lines += [
-        "",
-        f"Difference from {settings[0]}, paired by seed: mean [95 % interval], p after Holm's correction.",
-        "",
-    ]
-    lines += ["| setting | metric | difference | p | |", "|---|---|---|---|---|"]
-    for d in differences(study, rows):
-        t = d.test
-        span = _span(t)
-        share = f" ({100 * t.difference / d.reference:+.1f} %)" if d.metric not in PERCENT else ""
-        lines.append(f"| {d.setting} | {_name(d.metric)} | {span}{share} | {p_value(d.p)} | {d.verdict} |")
-    first = differences(study, rows)[0]
-    effect = 0.1
-    needed = required_n(first.test.sd, effect) if first.test.sd > 0 else 0
-    lines += [
-        "",
-        f"To see {effect} points of {_name(first.metric)} at 80 % power takes {needed} paired seeds here.",
-    ]
-    if "labels" in rows[0]:
-        lines += ["", *_correlations(study, rows, settings)]
-    return "\n".join([*lines, "", _provenance(rows)])
+            found = by[metric].get(setting, {})
+            # the seconds of a run that something else slowed down should not count
+            timed = metric == "seconds" and found
+            cells.append(number(float(np.median([*found.values()]))) if timed else _plus_minus(found))
+        lines.append([setting, _seeds(rows, setting), *cells])
+    return _table(["setting", "seeds", *map(_name, metrics)], lines)
 
 
-def _correlations(study: Study, rows: Sequence[Mapping[str, Any]], settings: Sequence[str]) -> list[str]:
-    """The paper's table of Pearson correlations of a label's geometry with its average precision, means over seeds."""
-    chosen = [s for s in settings if s != settings[0]]
+def _caption(study: Study) -> str:
+    reference = next(iter(study.settings))
+    return (
+        f"Differences from {reference}, paired by seed: mean [95 % interval].  Bold, with the word better or worse: "
+        "p after Holm's correction is below 0.05.  All others: no difference shown."
+    )
+
+
+def _differences(found: Sequence[Difference], metrics: Sequence[str]) -> str:
+    lines = []
+    for setting in dict.fromkeys(d.setting for d in found):
+        of = {d.metric: d for d in found if d.setting == setting}
+        cells = [_shown(of[m].test, of[m].verdict) if m in of else "–" for m in metrics]
+        lines.append([setting, str(max(d.test.n for d in of.values())), *cells])
+    return _table(["setting", "pairs", *map(_name, metrics)], lines)
+
+
+def _label_tables(study: Study, rows: Sequence[Row]) -> list[str]:
+    """The paper's t-test and correlations, which are over labels."""
+    parts = []
+    tests = label_tests(study, rows)
+    if tests:
+        parts.append(
+            "The paper's t-test: average precision, in points and as the mean over seeds, paired by label.  "
+            "The labels are few, and p is not corrected."
+        )
+        lines = [[s, _span(t), f"{t.t:+.2f}", p_value(t.p), str(t.n)] for s, t in tests.items()]
+        parts.append(_table(["setting", "difference in AP", "t", "p", "labels"], lines))
+    found = correlations(study, rows)
+    if found:
+        parts.append(
+            "Correlation of a label's geometry with its AP: the paper's way (the best label only, over settings), and "
+            "all."
+        )
+        lines = []
+        for measure, (one, everything) in found.items():
+            lines.append([measure, _r(one), p_value(one.p), str(one.n), _r(everything), str(everything.n)])
+        parts.append(_table(["measure", "r of one label", "p", "n", "r of all", "n"], lines))
+    return parts
+
+
+def label_tests(study: Study, rows: Sequence[Row]) -> dict[str, Paired]:
+    """The paper's test: the labels' average precisions of a setting against the reference's, paired by label."""
+    by: dict[str, dict[int, Any]] = {}
+    for row in done(rows):
+        if "labels" in row:
+            by.setdefault(row["setting"], {})[row["seed"]] = row["labels"]["ap"]
+    reference, *others = study.settings
+    found = {}
+    for setting in others:
+        a, b = on_common_seeds(by.get(reference, {}), by.get(setting, {}))  # (seeds, labels)
+        if len(a):
+            found[setting] = paired(100 * a.mean(0), 100 * b.mean(0))
+    return found
+
+
+def correlations(study: Study, rows: Sequence[Row]) -> dict[str, tuple[Correlation, Correlation]]:
+    """Pearson correlations of a label's geometry with its average precision, means over seeds, but the reference's.
+
+    Of the one label whose value is best over the settings, which is the paper's table; and of all labels and settings.
+    """
+    there = [row for row in done(rows) if "labels" in row]
+    chosen = settings_of(study, there)
+    chosen = [s for s in chosen if s != next(iter(study.settings))]
     if len(chosen) < 3:
-        return []
+        return {}
 
     def table(key: str) -> np.ndarray:  # (settings, labels)
-        return np.array([np.mean([r["labels"][key] for r in rows if r["setting"] == s], axis=0) for s in chosen])
+        return np.array([np.mean([r["labels"][key] for r in there if r["setting"] == s], axis=0) for s in chosen])
 
-    lines = [
-        "Correlation of a label's geometry with its AP: the paper's way (the best label only, over settings), and all.",
-        "",
+    ap = table("ap")
+    return {k: (paper_correlations(table(k), ap), all_class_correlation(table(k), ap)) for k in GEOMETRY}
+
+
+# ------------------------------------------------------------------------------------------------- out of distribution
+
+
+@dataclass(frozen=True)
+class Detection:
+    """AUROC of a setting's Gaussian score against that of a probability, in points."""
+
+    setting: str
+    score: str
+    outside: str
+    reference: str  # the setting whose probability it is
+    test: Paired
+    p: float  # after Holm's correction over all Gaussian scores, not only the one that is shown
+
+    @property
+    def verdict(self) -> str:
+        return _verdict(self.test.difference, self.p)
+
+
+def ood_columns(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """(score, outside data) that any row has, a score's together."""
+    keys = dict.fromkeys(k for row in done(rows) for k in row["metrics"])
+    found = [(m[1], m[2]) for k in keys if (m := re.fullmatch(r"ood_(\S+) (.+)", k))]
+    scores = [*dict.fromkeys(s for s, _ in found)]
+    return sorted(found, key=lambda pair: scores.index(pair[0]))
+
+
+def detections(study: Study, rows: Sequence[Row]) -> list[Detection]:
+    """Every setting's best Gaussian score against its own probability and the reference's, for all outside data.
+
+    The best score is the one with the highest mean over all outside data.
+    """
+    columns = ood_columns(rows)
+    by = {pair: values(rows, f"ood_{pair[0]} {pair[1]}") for pair in columns}
+    first = next(iter(study.settings))
+    tests = []
+    for setting in settings_of(study, done(rows)):
+        for score, outside in columns:
+            for reference in dict.fromkeys((setting, first)):
+                base = by.get(("probability", outside), {}).get(reference, {})
+                a, b = on_common_seeds(base, by[score, outside].get(setting, {}))
+                if score in GAUSSIAN and len(a):
+                    tests.append((setting, score, outside, reference, paired(a, b)))
+    corrected = holm([t[4].p for t in tests])
+    everything = [Detection(*t, float(p)) for t, p in zip(tests, corrected, strict=True)]
+    means: dict[tuple[str, str], list[float]] = {}
+    for (score, _), of_setting in by.items():
+        for setting, found in of_setting.items():
+            if score in GAUSSIAN:
+                means.setdefault((setting, score), []).append(float(np.mean([*found.values()])))
+    best = {s: max((k for k in means if k[0] == s), key=lambda k: np.mean(means[k])) for s, _ in means}
+    return [d for d in everything if best[d.setting] == (d.setting, d.score)]
+
+
+def _ood_tables(study: Study, rows: Sequence[Row]) -> list[str]:
+    columns = ood_columns(rows)
+    if not columns:
+        return []
+    by = [values(rows, f"ood_{score} {outside}") for score, outside in columns]
+    lines = [[s, *(_plus_minus(v.get(s, {})) for v in by)] for s in settings_of(study, done(rows))]
+    parts = [
+        "Out-of-distribution detection: AUROC in percent, for every score and every kind of outside data.",
+        _table(["setting", *(f"{score.replace('_', ' ')}, {outside}" for score, outside in columns)], lines),
     ]
-    lines += ["| measure | r of one label | p | n | r of all | n |", "|---|---|---|---|---|---|"]
-    for key in ("compactness", "separability", "ratio"):
-        one, everything = paper_correlations(table(key), table("ap")), all_class_correlation(table(key), table("ap"))
-        lines.append(f"| {key} | {one.r:.2f} | {p_value(one.p)} | {one.n} | {everything.r:.2f} | {everything.n} |")
-    return lines
+    found = detections(study, rows)
+    if not found:
+        return parts
+    first = next(iter(study.settings))
+    outsides = [*dict.fromkeys(outside for _, outside in columns)]
+    parts.append(
+        "The best Gaussian score of each setting (by the mean of this table, which favours it) against the highest "
+        f"probability, of the same setting and of {first}: points of AUROC, paired by seed.  Bold: p below 0.05 after "
+        "Holm's correction over all Gaussian scores."
+    )
+    lines = []
+    for setting in dict.fromkeys(d.setting for d in found):
+        of = {(d.reference == setting, d.outside): d for d in found if d.setting == setting}
+        # the reference's own row has nothing but itself to be compared with
+        pairs = [(own, outside) for outside in outsides for own in (True, False)]
+        cells = [_shown(of[k].test, of[k].verdict) if k in of else "–" for k in pairs]
+        score = next(d.score for d in of.values())
+        lines.append([setting, score.replace("_", " "), *cells])
+    heads = [f"{outside}, against {which}" for outside in outsides for which in ("its own", f"{first}'s")]
+    return [*parts, _table(["setting", "score", *heads], lines)]
 
 
-def summary(found: Mapping[str, tuple[Study, Sequence[Mapping[str, Any]]]]) -> str:
+# ---------------------------------------------------------------------------------------------------------------- cost
+
+
+def read_cost(folder: Path = ROWS) -> dict[str, Any]:
+    path = folder / "cost.json"
+    return json.loads(path.read_text("utf-8")) if path.exists() else {}
+
+
+def cost_tables(cost: Mapping[str, Any], found: Found) -> str:
+    """What a step costs with every head, and a whole run of `cifar10`."""
+    parts = []
+    if cost.get("heads"):
+        lines = [
+            [name, f"{of['step ms']:.3f}", f"{of['ratio']:.4f}", f"{of['head ms']:.3f}", f"{100 * of['share']:.2f} %"]
+            for name, of in cost["heads"].items()
+        ]
+        parts.append(_table(["head", "step, ms", "of softmax's", "head alone, ms", "share of the step"], lines))
+        again = '"softmax again" is the same head once more: how far it is from 1 is noise.  '
+        parts.append((again if "softmax again" in cost["heads"] else "") + f"Recipe {cost['recipe']}, {_where(cost)}.")
+    if "cifar10" in found:
+        study, rows = found["cifar10"]
+        seconds = values(rows, "seconds")
+        first = [*seconds.get(next(iter(study.settings)), {}).values()]
+        lines = []
+        for setting in settings_of(study, rows):
+            if setting in seconds:
+                median = float(np.median([*seconds[setting].values()]))
+                of_first = f"{median / np.median(first):.3f}" if first else "–"
+                lines.append([setting, _seeds(rows, setting), number(median), of_first])
+        if lines:
+            parts.append("Seconds of a whole run of `cifar10`, one seed, in the median:")
+            parts.append(_table(["setting", "seeds", "seconds", f"of {next(iter(study.settings))}'s"], lines))
+    return "\n\n".join(parts) or NOTHING
+
+
+# ------------------------------------------------------------------------------------------------------------ verdicts
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison that bears on a claim."""
+
+    study: str
+    verdict: str
+    size: float
+
+
+def claims(found: Found, cost: Mapping[str, Any]) -> Iterator[tuple[str, str, list[Case]]]:
+    """Claim, unit of the differences, cases: settings of G-softmax in all studies but those that choose."""
+    tested = {name: pair for name, pair in found.items() if not name.startswith("tune-")}
+    compared = [(n, d) for n, (s, rows) in tested.items() for d in differences(s, rows) if d.setting.startswith("G ")]
+
+    def of(*metrics: str, names: str = "", share: bool = False) -> list[Case]:
+        chosen = [(n, d) for n, d in compared if d.metric in metrics and re.match(names, n)]
+        return [Case(n, d.verdict, d.share if share else d.test.difference) for n, d in chosen]
+
+    yield "1. lowers the error", "points", of("error")
+    yield "1. raises mAP, C-F1 and O-F1", "points", of("mAP", "C_F1_mean", "O_F1")
+    yield "2. raises compactness", "%", of("compactness", share=True)
+    yield "2, whatever the scale: lowers relative σ", "%", of("relative_sigma", share=True)
+    yield "3. raises separability", "%", of("separability", share=True)
+    yield "3, whatever the scale: raises d′", "%", of("dprime", share=True)
+    yield "4. raises the ratio", "%", of("ratio", share=True)
+    one: list[Case] = []
+    everything: list[Case] = []
+    for name, (study, rows) in tested.items():
+        pairs = [*correlations(study, rows).values()]
+        if pairs:
+            labels = len(next(r for r in done(rows) if "labels" in r)["labels"]["ap"])
+            # The settings of one label are not independent: a label counts as one point, however many they are.
+            p_all = [_p_of_r(c.r, labels) for _, c in pairs]
+            for cases, rs, ps in (
+                (one, [c.r for c, _ in pairs], [c.p for c, _ in pairs]),
+                (everything, [c.r for _, c in pairs], p_all),
+            ):
+                cases += [Case(name, _verdict(r, p), r) for r, p in zip(rs, holm(ps), strict=True) if not math.isnan(r)]
+    yield "5. geometry goes with AP: one label over settings, as in the paper", "r", one
+    yield "5. geometry goes with AP: all labels and settings", "r", everything
+    yield "calibration: lowers NLL", "%", of("nll", share=True)
+    yield "calibration: lowers ECE", "points", of("ece")
+    yield "few data: lowers the error", "points", of("error", names="few-")
+    yield "label noise and imbalance: lowers the error", "points", of("error", names="noise-|imbalance")
+    outside = [
+        Case(name, d.verdict, d.test.difference)
+        for name, (study, rows) in tested.items()
+        for d in detections(study, rows)
+        if d.setting.startswith("G ") and d.reference != d.setting
+    ]
+    yield "outside data: its best Gaussian score has a higher AUROC than softmax's probability", "points", outside
+    ratios = [of["ratio"] for head, of in cost.get("heads", {}).items() if head.startswith("G ")]
+    within = [Case("cost", "better" if r <= COST_BOUND else "worse", 100 * (r - 1)) for r in ratios]
+    yield f"cost: a step takes at most {100 * (COST_BOUND - 1):.0f} % more than softmax's", "%", within
+
+
+def _p_of_r(r: float, n: int) -> float:
+    """Pearson's two-sided p of r from n points."""
+    if n < 3 or math.isnan(r):
+        return math.nan
+    return 0.0 if abs(r) == 1 else t_two_sided(r * math.sqrt((n - 2) / (1 - r * r)), n - 2)
+
+
+def word(better: int, worse: int, total: int) -> str:
+    """What to call it.
+
+    >>> word(3, 0, 5), word(0, 3, 5), word(1, 0, 5), word(0, 0, 5)
+    ('holds', 'does not hold', 'mixed', 'not shown')
+    """
+    if not better and not worse:
+        return "not shown"
+    if not worse and 2 * better > total:
+        return "holds"
+    return "does not hold" if not better and 2 * worse > total else "mixed"
+
+
+def verdicts(found: Found, cost: Mapping[str, Any]) -> str:
+    """One row a claim: how often G-softmax is better, worse, or neither, and what that makes of it."""
+    lines = []
+    for claim, unit, cases in claims(found, cost):
+        counts = []
+        for verdict in ("better", "worse", "no difference shown"):
+            names = [c.study for c in cases if c.verdict == verdict]
+            counts.append((len(names), len(set(names))))
+        shown = [f"{n} in {k}" if n else "0" for n, k in counts]
+        lines.append([claim, *shown, _range(cases, unit), f"**{word(counts[0][0], counts[1][0], len(cases))}**"])
+    parts = [
+        _table(["claim", "better", "worse", "no difference shown", "differences", "verdict"], lines),
+        '"3 in 2" is three comparisons in two studies.  A comparison is a setting of G-softmax against the first '
+        "setting of its study in one metric: better or worse where p is below 0.05 after Holm's correction.  For claim "
+        "5 it is a measure in a study; for cost a head, better where it stays within the bound.  A claim *holds* where "
+        "more than half are better and none is worse; it *does not hold* where more than half are worse and none is "
+        "better; it is *not shown* where none is either, and *mixed* otherwise.",
+    ]
+    lost = {name: sum("metrics" not in r for r in rows) for name, (_, rows) in found.items()}
+    if any(lost.values()):
+        of = ", ".join(f"{n} of {len(found[name][1])} in {name}" for name, n in lost.items() if n)
+        parts.append(f"Runs that diverged are left out of all numbers: {of}.")
+    return "\n\n".join(parts)
+
+
+def _range(cases: Sequence[Case], unit: str) -> str:
+    sizes = [c.size for c in cases if not math.isnan(c.size)]
+    if not sizes:
+        return "–"
+    # of small ones three digits, of large ones none that nobody reads
+    ends = [f"{v:+.0f}" if abs(v) >= 100 else f"{v:+.1f}" if abs(v) >= 10 else f"{v + 0.0:+.2f}" for v in sizes]
+    low, high = (ends[sizes.index(f(sizes))] for f in (min, max))
+    unit = f" {unit}" if unit != "r" else ""
+    return f"{low}{unit}" if low == high else f"{low} to {high}{unit}"
+
+
+def summary(found: Found) -> str:
     """One row a study and setting: what happened to the paper's four numbers."""
-    lines = [
-        "| study | setting | seeds | error or mAP | compactness | separability | ratio |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for name, (study, rows) in found.items():
         if name.startswith("tune-"):
             continue
         everything = differences(study, rows)
-        headline = metrics_of(rows)[0]
         for setting in dict.fromkeys(d.setting for d in everything):
             of = {d.metric: d for d in everything if d.setting == setting}
-            t = of[headline].test
-            first = f"{_span(t)}, {of[headline].verdict}"
-            rest = [
-                f"{100 * of[m].test.difference / of[m].reference:+.0f} %, {of[m].verdict}"
-                for m in ("compactness", "separability", "ratio")
-            ]
-            lines.append(f"| {name} | {setting} | {t.n} | {first} | {' | '.join(rest)} |")
-    return "\n".join(lines)
+            lost = sum("metrics" not in row for row in rows if row["setting"] == setting)
+            headline = of.get(metrics_of(rows)[0])
+            first = f"{_span(headline.test)}, {headline.verdict}" if headline else "–"
+            rest = [f"{of[m].share:+.0f} %, {of[m].verdict}" if m in of else "–" for m in GEOMETRY]
+            pairs = f"{headline.test.n if headline else 0}" + (f" ({lost} diverged)" if lost else "")
+            lines.append([name, setting, pairs, first, *rest])
+    return _table(["study", "setting", "seeds", "error or mAP", *GEOMETRY], lines) if lines else NOTHING
+
+
+# --------------------------------------------------------------------------------------------------------------- words
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {' | '.join(x)} |" for x in lines)])
 
 
 def _name(metric: str) -> str:
-    return NAMES.get(metric, metric)
+    return NAMES.get(metric, MORE_NAMES.get(metric, metric))
+
+
+def _seeds(rows: Sequence[Row], setting: str) -> str:
+    """
+    >>> _seeds([{"setting": "a", "metrics": {}}, {"setting": "a", "diverged": "nan"}], "a")
+    '1 (1 diverged)'
+    """
+    finished = ["metrics" in row for row in rows if row["setting"] == setting]
+    lost = finished.count(False)
+    return f"{finished.count(True)} ({lost} diverged)" if lost else str(len(finished))
+
+
+def _decimals(spread: float) -> int:
+    """So many that two digits of the spread are seen.
+
+    >>> _decimals(0.12), _decimals(0.0044), _decimals(27.0)
+    (2, 4, 0)
+    """
+    return min(4, max(0, 1 - math.floor(math.log10(spread)))) if spread > 0 else 4
+
+
+def _plus_minus(of_seeds: Mapping[int, float]) -> str:
+    v = np.array([*of_seeds.values()])
+    if len(v) < 2:
+        return number(float(v[0])) if len(v) else "–"
+    sd = float(v.std(ddof=1))
+    if sd < 1e-9 * abs(v.mean()):  # the same number every time, but for rounding
+        return f"{number(float(v.mean()))} ± 0"
+    digits = _decimals(sd)
+    return f"{v.mean():.{digits}f} ± {sd:.{digits}f}"
 
 
 def _span(t: Paired) -> str:
-    return f"{number(t.difference, True)} [{number(t.low, True)}, {number(t.high, True)}]"
+    if math.isnan(t.low):
+        return number(t.difference, True)
+    digits = _decimals((t.high - t.low) / 2)
+    d, low, high = (f"{round(v, digits) + 0.0:+.{digits}f}" for v in (t.difference, t.low, t.high))  # no -0.00
+    return f"{d} [{low}, {high}]"
 
 
-def _provenance(rows: Sequence[Mapping[str, Any]]) -> str:
-    machines = sorted({(r["gpu"] or r["processor"], r["torch"], r["gsoftmax"]) for r in rows})
-    seconds = np.median([r["metrics"]["seconds"] for r in rows])
-    where = "; ".join(f"{machine}, torch {torch}, gsoftmax {version}" for machine, torch, version in machines)
-    return f"{len(rows):,} runs, {number(seconds)} s each in the median: {where}."
+def _shown(t: Paired, verdict: str) -> str:
+    return _span(t) if verdict == "no difference shown" else f"**{_span(t)} {verdict}**"
+
+
+def _r(found: Correlation) -> str:
+    return "n/a" if math.isnan(found.r) else f"{found.r:.2f}"
+
+
+def _where(row: Row) -> str:
+    return f"{row['gpu'] or row['processor']}, torch {row['torch']}, gsoftmax {row['gsoftmax']}"
+
+
+def _provenance(rows: Sequence[Row]) -> str:
+    seconds = [r["metrics"]["seconds"] for r in done(rows)]
+    each = f", {number(float(np.median(seconds)))} s each in the median" if seconds else ""
+    lost = len(rows) - len(done(rows))
+    diverged = f" ({lost:,} diverged, left out of the numbers)" if lost else ""
+    return f"{len(rows):,} runs{diverged}{each}: {'; '.join(sorted({_where(r) for r in rows}))}."
+
+
+def read(folder: Path = ROWS) -> dict[str, tuple[Study, Sequence[Row]]]:
+    """Studies that have rows."""
+    return {name: (study, rows) for name, study in studies().items() if (rows := read_rows(name, folder))}
 
 
 def blocks(folder: Path = ROWS) -> dict[str, str]:
     """The text of every mark."""
-    found = {name: (study, rows) for name, study in studies().items() if (rows := read_rows(name, folder))}
-    if not found:
-        return {"tables": "No run has been done yet.", "summary": "No run has been done yet."}
-    return {"tables": "\n\n".join(study_tables(*pair) for pair in found.values()), "summary": summary(found)}
+    found, cost = read(folder), read_cost(folder)
+    ood = [part for pair in found.values() for part in _ood_tables(*pair)]
+    return {
+        "verdicts": verdicts(found, cost) if found or cost else NOTHING,
+        "summary": summary(found),
+        "tables": "\n\n".join(study_tables(*pair) for pair in found.values()) or NOTHING,
+        "ood": "\n\n".join(ood) or NOTHING,
+        "cost": cost_tables(cost, found),
+    }
 
 
 def filled(page: str, text: Mapping[str, str]) -> str:
@@ -180,8 +581,10 @@ def filled(page: str, text: Mapping[str, str]) -> str:
 
 
 def main() -> None:
+    from . import figures
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where a page differs")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where a page or figure differs")
     args = parser.parse_args()
     text = blocks()
     for path in PAGES:
@@ -192,6 +595,15 @@ def main() -> None:
         if new != old:
             path.write_text(new, "utf-8")
             print(path.name)
+    drawn = figures.drawn()
+    for path in figures.outdated(drawn):
+        if args.check:
+            raise SystemExit(f"{path.name} differs from what the rows say: make evidence-tables")
+        if path in drawn:
+            path.write_text(drawn[path], "utf-8")
+        else:
+            path.unlink()
+        print(path.name)
 
 
 if __name__ == "__main__":

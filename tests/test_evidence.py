@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from evidence import run, tables
+from evidence import figures, run, tables
 from gsoftmax.config import Config
 
 
@@ -18,6 +18,10 @@ def test_the_pages_say_what_the_rows_say():
         found = page.read_text("utf-8")
         assert tables.filled(found, text) == found, f"{page.name}: make evidence-tables"
         assert tables.MARKS.search(found)
+
+
+def test_the_figures_show_what_the_rows_say():
+    assert figures.outdated(figures.drawn()) == [], "make evidence-tables"
 
 
 def test_every_study_is_a_valid_configuration():
@@ -37,7 +41,8 @@ def test_committed_rows_are_whole_and_once():
         assert len(set(keys)) == len(keys)
         for row in rows:
             assert row["setting"] in study.settings and row["seed"] in study.seeds
-            assert all(np.isfinite(v) for v in row["metrics"].values()) and row["commit"] and row["torch"]
+            assert row["commit"] and row["torch"] and ("metrics" in row) != ("diverged" in row)
+            assert all(np.isfinite(v) for v in row.get("metrics", {}).values())
 
 
 @pytest.fixture
@@ -65,7 +70,9 @@ def test_differences_agree_with_scipy(rows):
     ps = [d.test.p for d in found]
     assert min(d.p for d in found) == pytest.approx(min(ps) * len(ps), rel=1e-9)  # Holm: the smallest times all
     text = tables.study_tables(study, rows)
-    assert "| c | error % | -" in text and "| better |" in text and "24 runs, 1.000 s each" in text
+    assert f"**{tables._span(d.test)} better**" in text and "24 runs, 1.000 s each" in text
+    unsure = next(d for d in found if not d.p < 0.05)  # b is one deviation away
+    assert f"| {tables._span(unsure.test)} |" in text
     assert "| s | c | 8 |" in tables.summary({"s": (study, rows)})
 
 
@@ -85,3 +92,354 @@ def test_runs_are_appended_once(tmp_path, monkeypatch):
     assert np.mean(row["labels"]["ap"]) == pytest.approx(row["metrics"]["mAP"], abs=1e-6)
     (tmp_path / "small.jsonl").write_text(json.dumps(row) + "\n")
     assert list(run.missing(study, tmp_path)) == [("softmax", 0)]
+
+
+# ---------------------------------------------------------------------------------------------- rows that are made up
+
+WHERE = {"gpu": None, "processor": "x", "torch": "2", "gsoftmax": "0", "commit": "c"}
+OUTSIDE = {f"ood_{score} {data}": 0.8 for score in ("probability", "empirical") for data in ("cifar2", "digits")}
+
+
+def made(settings, seeds, metrics, labels=0, noise=0.01, start=0):
+    """Rows of settings that differ from `metrics` by what `settings` says: noise of the seed, and of the run."""
+    generator = np.random.default_rng(start)
+    found = []
+    for seed in seeds:
+        of_seed = generator.standard_normal()
+        for setting, shifts in settings.items():
+            base = {m: v for m, v in {**metrics, **shifts}.items() if v is not None}
+            m = {k: v + noise * (of_seed + generator.standard_normal()) for k, v in base.items()} | {"seconds": 2.0}
+            found.append({"setting": setting, "seed": seed, "metrics": m, **WHERE})
+            if labels:
+                keys = ("ap", "compactness", "separability", "ratio")
+                # separability follows AP, compactness runs against it, ratio has nothing to do with it
+                ap = (
+                    np.linspace(0.3, 0.9, labels) + 0.02 * generator.standard_normal(labels) + m["mAP"] - metrics["mAP"]
+                )
+                of_label = (ap, 2 - ap, 3 * ap, np.where(np.arange(labels) % 2, 1.0, 2.0))
+                found[-1]["labels"] = {k: v.tolist() for k, v in zip(keys, of_label, strict=True)}
+    return found
+
+
+def single(**changes):
+    return dict.fromkeys(tables.SINGLE, 0.5) | changes
+
+
+def multi():
+    return dict.fromkeys((*tables.MULTI, *tables.SEVEN), 0.5)
+
+
+def study_of(name, rows, seeds=None, **options):
+    settings = dict.fromkeys(row["setting"] for row in rows)
+    return run.Study(name, "digits", {}, seeds or range(100), {s: {} for s in settings}, **options)
+
+
+def write(folder, found, cost=None):
+    for name, (_, rows) in found.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if cost:
+        (folder / "cost.json").write_text(json.dumps(cost))
+
+
+@pytest.fixture
+def everything():
+    """One study of every kind, with settings that have fewer seeds, seeds that diverged, and one that always did."""
+    shown = {"softmax": {}, "G λ=1": {"error": 0.4, "compactness": 0.7}, "G λ=4": {"separability": 0.2}}
+    found = {}
+    for i, name in enumerate(("cifar10", "few-1", "noise-20", "imbalance")):
+        rows = made(shown, range(10), single(), start=i)
+        rows = [r for r in rows if (r["setting"], r["seed"]) != ("G λ=1", 2)]
+        for row in rows:
+            if row["setting"] == "G λ=4" and row["seed"] < 3:
+                del row["metrics"]
+                row["diverged"] = "the loss is nan"
+        found[name] = (study_of(name, rows), rows)
+    outside = {**OUTSIDE, "ood_learned cifar2": None, "ood_learned digits": None}
+    learned = {"ood_learned cifar2": 0.95, "ood_learned digits": 0.75}
+    rows = made({"softmax": outside, "G λ=1": {**OUTSIDE, **learned}}, range(8), single())
+    found["ood"] = (study_of("ood", rows), rows)
+    heads = {"softmax": {}, "G a": {"mAP": 0.6}, "G b": {"mAP": 0.45}, "G c": {}}
+    rows = made(heads, range(6), multi(), labels=10)
+    found["mosaic"] = (study_of("mosaic", rows, about="Four images to a mosaic."), rows)
+    grid = {f"λ={lam} (0, {sigma})": {"error": 0.5 - 0.01 * lam} for lam in (1, 4) for sigma in (0.5, 1)}
+    rows = made({"softmax": {}, **grid, "λ=4 (2, 2)": {}, "λ=4, tracked": {}}, range(1000, 1005), single())
+    rows += [{"setting": "λ=16 (0, 1)", "seed": seed, "diverged": "nan", **WHERE} for seed in range(1000, 1005)]
+    found["tune-cifar10"] = (study_of("tune-cifar10", rows), rows)
+    return found
+
+
+COST = {
+    "recipe": "r",
+    "heads": {
+        name: {"step ms": 2.0 * ratio, "ratio": ratio, "head ms": 0.1, "share": 0.05 / ratio}
+        for name, ratio in {"softmax": 1.0, "softmax again": 1.0012, "G λ=1": 1.004, "G tracked": 1.02}.items()
+    },
+    **WHERE,
+}
+
+
+def test_diverged_and_missing_runs_are_counted_and_left_out(everything):
+    study, rows = everything["cifar10"]
+    text = tables.study_tables(study, rows)
+    assert "| G λ=4 | 7 (3 diverged) |" in text and "| G λ=1 | 9 |" in text and "| softmax | 10 |" in text
+    assert "| cifar10 | G λ=4 | 7 (3 diverged) |" in tables.summary({"cifar10": (study, rows)})
+    assert "29 runs (3 diverged, left out of the numbers), 2.000 s each" in text
+    of = {(r["setting"], r["seed"]): r["metrics"] for r in rows if "metrics" in r}
+    for setting in ("G λ=1", "G λ=4"):
+        seeds = [seed for seed in range(10) if (setting, seed) in of]
+        for metric in tables.SINGLE:
+            scale = 100 if metric in ("error", "ece") else 1
+            a, b = (scale * np.array([of[s, seed][metric] for seed in seeds]) for s in ("softmax", setting))
+            expected = scipy.stats.ttest_rel(b, a)
+            low, high = expected.confidence_interval()
+            (d,) = [d for d in tables.differences(study, rows) if (d.setting, d.metric) == (setting, metric)]
+            np.testing.assert_allclose((d.test.difference, d.test.low, d.test.high), ((b - a).mean(), low, high))
+            assert d.test.p == pytest.approx(expected.pvalue) and d.test.n == len(seeds)
+            assert tables._span(d.test) in text
+    error = [100 * v["error"] for (s, _), v in of.items() if s == "G λ=4"]
+    assert f"| {np.mean(error):.1f} ± {np.std(error, ddof=1):.1f} |" in text
+    d = tables.differences(study, rows)[0].test
+    n = int(text.split(" paired seeds here")[0].split()[-1])
+
+    def found(n):
+        t = scipy.stats.t.ppf(0.975, n - 1)
+        return scipy.stats.nct.sf(t, n - 1, 0.1 / d.sd * n**0.5)
+
+    assert found(n) >= 0.8 > found(n - 1)
+
+
+@pytest.mark.parametrize("case", ["reference diverged", "all diverged", "one seed", "no pair"])
+def test_what_cannot_be_compared_is_not(case, everything):
+    study, rows = everything["few-1"]
+    gone = {**WHERE, "diverged": "nan"}
+    if case == "reference diverged":
+        rows = [{"setting": r["setting"], "seed": r["seed"], **gone} if r["setting"] == "softmax" else r for r in rows]
+    elif case == "all diverged":
+        rows = [{"setting": r["setting"], "seed": r["seed"], **gone} for r in rows]
+    elif case == "one seed":
+        rows = [r for r in rows if r["seed"] == 5]
+    else:
+        rows = [r for r in rows if (r["setting"] == "softmax") == (r["seed"] < 5)]
+    text, found = tables.study_tables(study, rows), {"few-1": (study, rows)}
+    compared = case == "one seed"
+    assert ("Differences from" in text) == compared and "nan" not in text and "80 % power" not in text
+    assert ("few-1" in tables.summary(found)) == compared and "| G λ=1 |" in text
+    claim = next(line for line in tables.verdicts(found, {}).splitlines() if line.startswith("| 1. lowers"))
+    assert claim.endswith("**not shown** |") and ("2 in 1" in claim) == compared
+    assert "nan" not in tables.verdicts(found, {})
+    assert bool(figures.forest_rows(found)) == compared
+    if compared:  # a point without an interval
+        assert "n = 1" in figures.draw_forest(figures.forest_rows(found))
+
+
+def test_several_labels_have_seven_metrics_and_the_papers_tests(everything):
+    study, rows = everything["mosaic"]
+    text = tables.study_tables(study, rows)
+    assert text.startswith(
+        "### mosaic\n\nFour images to a mosaic.\n\n| setting | seeds | mAP % | C-P % | C-R % | C-F1 % "
+    )
+    assert "O-P % | O-R % | O-F1 % |" in text
+    ap = {s: 100 * np.mean([r["labels"]["ap"] for r in rows if r["setting"] == s], axis=0) for s in study.settings}
+    for setting, t in tables.label_tests(study, rows).items():
+        expected = scipy.stats.ttest_rel(ap[setting], ap["softmax"])
+        assert (t.t, t.p, t.n) == (pytest.approx(expected.statistic), pytest.approx(expected.pvalue), 10)
+        assert f"| {setting} | {tables._span(t)} | {t.t:+.2f} |" in text
+    found = tables.correlations(study, rows)
+    x = np.array(
+        [np.mean([r["labels"]["ratio"] for r in rows if r["setting"] == s], axis=0) for s in ("G a", "G b", "G c")]
+    )
+    y = np.array([ap[s] for s in ("G a", "G b", "G c")])
+    assert found["ratio"][1].r == pytest.approx(scipy.stats.pearsonr(x.ravel(), y.ravel())[0])
+    assert found["separability"][1].r > 0.99 and found["compactness"][1].r < -0.99
+    p = scipy.stats.pearsonr(x[0], y[0])
+    assert tables._p_of_r(p.statistic, 10) == pytest.approx(p.pvalue)
+
+
+def test_the_best_gaussian_score_is_compared_with_two_probabilities(everything):
+    study, rows = everything["ood"]
+    found = tables.detections(study, rows)
+    # learned: 0.95 and 0.75 in the mean beat empirical's 0.8 and 0.8; softmax has no learned one
+    assert {(d.setting, d.score) for d in found} == {("softmax", "empirical"), ("G λ=1", "learned")}
+    assert len(found) == 2 + 4
+    of = {s: [r["metrics"] for r in rows if r["setting"] == s] for s in study.settings}
+    for reference in study.settings:
+        (d,) = [d for d in found if (d.setting, d.outside, d.reference) == ("G λ=1", "cifar2", reference)]
+        a = [100 * m["ood_probability cifar2"] for m in of[reference]]
+        b = [100 * m["ood_learned cifar2"] for m in of["G λ=1"]]
+        assert d.test.p == pytest.approx(scipy.stats.ttest_rel(b, a).pvalue) and d.verdict == "better"
+        # Holm over all Gaussian scores: empirical and learned, both data, own and reference's
+        assert d.test.p < d.p <= 10 * d.test.p
+    assert {d.verdict for d in found if d.setting == "G λ=1" and d.outside == "digits"} == {"worse"}
+    text = tables.study_tables(study, rows)
+    assert "| setting | probability, cifar2 | probability, digits | empirical, cifar2 |" in text
+    mean, sd = np.mean(b), np.std(b, ddof=1)
+    digits = tables._decimals(sd)
+    assert f"| {mean:.{digits}f} ± {sd:.{digits}f} |" in text
+    row = next(line for line in text.splitlines() if line.startswith("| softmax | empirical |"))
+    assert row.count("–") == 2  # not against itself twice
+
+
+def test_costs_are_shown_as_measured(everything):
+    text = tables.cost_tables(COST, everything)
+    assert "| G λ=1 | 2.008 | 1.0040 | 0.100 | 4.98 % |" in text and '"softmax again"' in text
+    assert "| G λ=4 | 7 (3 diverged) | 2.000 | 1.000 |" in text
+    assert tables.cost_tables({}, {}) == tables.NOTHING
+    assert "softmax again" not in tables.cost_tables({}, everything) and "2.008" in tables.cost_tables(COST, {})
+
+
+def test_every_mark_has_text_whatever_there_is(everything, tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "studies", lambda: {name: study for name, (study, _) in everything.items()})
+    marks = {"verdicts", "summary", "tables", "ood", "cost"}
+    assert tables.blocks(tmp_path) == dict.fromkeys(marks, tables.NOTHING) and figures.drawn(tmp_path) == {}
+    for name, pair in everything.items():  # each alone
+        folder = tmp_path / name
+        folder.mkdir()
+        write(folder, {name: pair})
+        text = tables.blocks(folder)
+        assert text.keys() == marks and f"### {name}" in text["tables"]
+        assert (name in text["summary"]) == (not name.startswith("tune-"))
+        assert (figures.MAP in figures.drawn(folder)) == (name == "tune-cifar10")
+        assert (figures.FOREST in figures.drawn(folder)) == (name not in ("tune-cifar10", "mosaic"))
+    write(tmp_path, everything, COST)
+    text = tables.blocks(tmp_path)
+    assert all(v != tables.NOTHING and "nan" not in v for v in text.values())
+    for table in "\n\n".join(text.values()).split("\n\n"):  # as many cells in every line
+        lines = table.splitlines()
+        assert not table.startswith("|") or len({line.count("|") for line in lines}) == 1
+    page = "a\n<!-- evidence: verdicts -->\n<!-- evidence: end -->\nb\n"
+    assert tables.filled(page, text) == page.replace("-->\n<", f"-->\n{text['verdicts']}\n<", 1)
+
+
+def test_verdicts_follow_from_the_rows():
+    """Rows made so that every word occurs."""
+    better = {"compactness": 0.9, "dprime": 0.3}
+    shifts = {
+        "G a": {**better, "separability": 0.9, "nll": 0.3},
+        "G b": {**better, "separability": 0.1},
+        "other": {"error": 0.1},
+    }
+    found = {}
+    for name in ("cifar10", "few-1", "tune-x"):
+        own = {"G a": {**shifts["G a"], "error": 0.4}} if name == "few-1" else {}
+        own = {"G a": {"ratio": 0.9}} if name == "tune-x" else own
+        rows = made({"softmax": {}, **shifts, **own}, range(12), single(), noise=0.003)
+        for row in rows:  # the same everywhere but for noise of its own
+            row["metrics"]["ratio"] = 0.5 if name != "tune-x" else row["metrics"]["ratio"]
+        found[name] = (study_of(name, rows), rows)
+    lines = [line.strip("| ").split(" | ") for line in tables.verdicts(found, COST).splitlines() if line[:1] == "|"]
+    of = {line[0]: line[1:] for line in lines}
+    assert of["1. lowers the error"][:3] == ["1 in 1", "0", "3 in 2"]  # neither `other` nor tune-x counts
+    assert of["1. lowers the error"][-1] == "**mixed**"
+    assert of["few data: lowers the error"][:3] == ["1 in 1", "0", "1 in 1"]
+    assert of["few data: lowers the error"][-1] == "**mixed**"
+    assert of["2. raises compactness"][::4] == ["4 in 2", "**holds**"]
+    assert of["3. raises separability"][:3] == ["2 in 2", "2 in 2", "0"]
+    assert of["3. raises separability"][-1] == "**mixed**"
+    assert of["3, whatever the scale: raises d′"][::4] == ["0", "**does not hold**"]
+    assert of["4. raises the ratio"] == ["0", "0", "4 in 2", "+0.00 %", "**not shown**"]
+    assert of["calibration: lowers NLL"][::4] == ["2 in 2", "**mixed**"]  # half is not more than half
+    assert of["label noise and imbalance: lowers the error"] == ["0", "0", "0", "–", "**not shown**"]
+    assert of["cost: a step takes at most 1 % more than softmax's"] == [
+        "1 in 1",
+        "1 in 1",
+        "0",
+        "+0.40 to +2.00 %",
+        "**mixed**",
+    ]
+    by = {d.setting: d.share for d in tables.differences(*found["few-1"]) if d.metric == "compactness"}
+    a, b = (
+        np.mean([r["metrics"]["compactness"] for r in found["few-1"][1] if r["setting"] == s])
+        for s in ("softmax", "G a")
+    )
+    assert by["G a"] == pytest.approx(100 * (b / a - 1))
+
+
+def test_verdicts_on_labels_and_outside_data(everything):
+    lines = [line.strip("| ").split(" | ") for line in tables.verdicts(everything, {}).splitlines() if line[:1] == "|"]
+    of = {line[0]: line[1:] for line in lines}
+    # separability follows AP in what was made, compactness does the reverse, ratio neither
+    assert of["5. geometry goes with AP: all labels and settings"][:3] == ["1 in 1", "1 in 1", "1 in 1"]
+    (outside,) = [v for k, v in of.items() if k.startswith("outside data")]
+    assert outside[:3] == ["1 in 1", "1 in 1", "0"] and outside[-1] == "**mixed**"
+    text = tables.verdicts(everything, {})
+    assert "left out of all numbers: 3 of 29 in cifar10," in text and "5 of 40 in tune-cifar10" in text
+
+
+@pytest.mark.parametrize(
+    "counts, expected",
+    [
+        ((1, 0, 1), "holds"), ((3, 0, 5), "holds"), ((2, 0, 4), "mixed"), ((0, 3, 5), "does not hold"),
+        ((5, 1, 6), "mixed"), ((1, 5, 6), "mixed"),
+        ((0, 2, 4), "mixed"), ((0, 1, 3), "mixed"), ((0, 0, 4), "not shown"), ((0, 0, 0), "not shown"),
+    ],
+)  # fmt: skip
+def test_words(counts, expected):
+    assert tables.word(*counts) == expected
+
+
+def test_figures_show_the_differences_and_are_drawn_alike(everything):
+    cells = figures.map_cells(everything)
+    study, rows = everything["tune-cifar10"]
+    assert set(cells) == {"error", "compactness", "separability", "ece"}
+    for metric, of in cells.items():
+        assert (
+            of.keys() == {(1, 0.5), (1, 1), (4, 0.5), (4, 1), (16, 1)} and of[16, 1] is None
+        )  # not μ = 2, not tracked
+        of_runs = {(r["setting"], r["seed"]): r["metrics"][metric] for r in tables.done(rows)}
+        gained = np.mean([of_runs["λ=4 (0, 0.5)", s] - of_runs["softmax", s] for s in range(1000, 1005)])
+        assert of[4, 0.5].test.difference == pytest.approx(gained * (100 if metric in ("error", "ece") else 1))
+    drawn = figures.draw_map(cells)
+    assert drawn == figures.draw_map(figures.map_cells(everything)) and "<dc:date>" not in drawn
+    words = figures.content(drawn)
+    assert (
+        figures._short(cells["error"][4, 0.5].test.difference, 5.0) in words
+        and "diverged" in words
+        and "first σ" in words
+    )
+
+    forest = figures.forest_rows(everything)
+    assert [*forest] == ["cifar10", "few-1", "noise-20", "imbalance", "ood"]
+    drawn = figures.draw_forest(forest)
+    assert drawn == figures.draw_forest(figures.forest_rows(everything))
+    for name, of in forest.items():
+        assert name in figures.content(drawn)
+        for d in of:
+            assert f"{tables._span(d.test)}  n = {d.test.n}" in figures.content(drawn)
+
+
+def test_pages_and_figures_are_written_and_checked(everything, tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "studies", lambda: {name: study for name, (study, _) in everything.items()})
+    monkeypatch.setattr(tables, "PAGES", (tmp_path / "page.md",))
+    for name in ("MAP", "FOREST"):
+        monkeypatch.setattr(figures, name, tmp_path / f"{name}.svg")
+    (tmp_path / "page.md").write_text("<!-- evidence: summary -->\n<!-- evidence: end -->\n")
+    drawn, blocks = figures.drawn, tables.blocks
+    monkeypatch.setattr(tables, "blocks", lambda: blocks(tmp_path))
+    monkeypatch.setattr(figures, "drawn", lambda: drawn(tmp_path))
+
+    def main(*words):
+        monkeypatch.setattr("sys.argv", ["tables", *words])
+        tables.main()
+
+    main()
+    main("--check")
+    assert not (tmp_path / "MAP.svg").exists()  # no rows
+    write(tmp_path, everything)
+    with pytest.raises(SystemExit, match=r"page\.md differs"):
+        main("--check")
+    main()
+    for name in ("MAP.svg", "FOREST.svg"):
+        main("--check")
+        (tmp_path / name).unlink()
+        with pytest.raises(SystemExit, match=f"{name} differs"):
+            main("--check")
+        main()
+    main("--check")
+    svg = tmp_path / "FOREST.svg"
+    svg.write_text(svg.read_text().replace("[[", "[[9, ", 1))  # another number in its description
+    with pytest.raises(SystemExit, match="FOREST"):
+        main("--check")
+    main()
+    (tmp_path / "tune-cifar10.jsonl").unlink()
+    main()
+    assert not (tmp_path / "MAP.svg").exists() and svg.exists()

@@ -634,6 +634,8 @@ def _recorded(backbone: nn.Module, inputs: Tensor, amp: Callable[[], AbstractCon
     """
     backbone.train()
     buffers = [(buffer, buffer.clone()) for buffer in backbone.buffers()]  # recording runs the network a few times
+    # gradients are added up on the stream of the recording, which the others wait for: right, and no reason to warn
+    warn = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", lambda _: None)
     try:
         with amp():
             torch.cuda.make_graphed_callables(backbone, (inputs.clone(),))
@@ -643,8 +645,10 @@ def _recorded(backbone: nn.Module, inputs: Tensor, amp: Callable[[], AbstractCon
         for buffer, before in buffers:
             buffer.copy_(before)
     try:
+        warn(False)
         yield
     finally:
+        warn(True)
         del backbone.forward  # the recorded one, which hides that of the class
         gc.collect()  # graphs hold memory, and cycles hold graphs
 
