@@ -128,6 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("studies", nargs="+", choices=sorted(studies()))
     parser.add_argument("--data", action="append", default=[], metavar="NAME=SPEC", help="where a study's data are")
+    parser.add_argument("--settings", nargs="+", help="these settings only")
     parser.add_argument("--seeds", type=int, help="no more than this many seeds of each study")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no run after this")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
@@ -141,7 +142,8 @@ def main() -> None:
         waiting: dict[Future[dict[str, Any] | None], str] = {}
         for study in (studies()[name] for name in args.studies):
             first = study.seeds[: args.seeds]
-            todo = [(setting, seed) for setting, seed in missing(study, args.rows) if seed in first]
+            wanted = set(args.settings or study.settings)
+            todo = [task for task in missing(study, args.rows) if task[0] in wanted and task[1] in first]
             print(f"{study.name}: {len(todo)} runs", flush=True)
             waiting |= {pool.submit(_before, end, study, *task, data): study.name for task in todo}
         for count, future in enumerate(as_completed(waiting), start=1):
