@@ -236,8 +236,11 @@ def summary_of(results: Mapping[str, Sequence[Mapping[str, Any]]], seeds: Sequen
     heads = list(results)
     multilabel = "mAP" in results[heads[0]][0]
     summary: dict[str, Any] = {"heads": heads, "seeds": list(seeds), "metrics": {}, "multilabel": multilabel}
-    for metric in MULTI if multilabel else SINGLE:
-        scale = 100.0 if metric in PERCENT else 1.0
+    outside = [
+        k for k in results[heads[0]][0] if k.startswith("ood_") and all(k in r for h in heads for r in results[h])
+    ]
+    for metric in (*(MULTI if multilabel else SINGLE), *outside):
+        scale = 100.0 if metric in PERCENT or metric in outside else 1.0
         values = {h: np.array([scale * r[metric] for r in results[h]]) for h in heads}
         rows = {}
         for h, v in values.items():
@@ -254,11 +257,13 @@ def tables(summary: dict[str, Any]) -> str:
     """The summary for a terminal: means, then differences from the first head."""
     heads, seeds = summary["heads"], summary["seeds"]
     width = max(16, *(len(h) + 2 for h in heads))
+    name = {metric: _name(metric) for metric in summary["metrics"]}
+    first = max(14, *(len(text) + 2 for text in name.values()))
     lines = [f"mean ± standard deviation over {len(seeds)} seed{'s' if len(seeds) > 1 else ''}", ""]
-    lines.append(f"{'':14}" + "".join(f"{h:>{width}}" for h in heads))
+    lines.append(f"{'':{first}}" + "".join(f"{h:>{width}}" for h in heads))
     for metric, rows in summary["metrics"].items():
         cells = [_plus_minus(rows[h]["mean"], rows[h]["sd"]) for h in heads]
-        lines.append(f"{NAMES.get(metric, metric):14}" + "".join(f"{c:>{width}}" for c in cells))
+        lines.append(f"{name[metric]:{first}}" + "".join(f"{c:>{width}}" for c in cells))
     if len(seeds) > 1 and len(heads) > 1:
         lines += ["", f"difference from {heads[0]}, paired by seed: mean [95 % interval] p"]
         for h in heads[1:]:
@@ -266,9 +271,8 @@ def tables(summary: dict[str, Any]) -> str:
             for metric, rows in summary["metrics"].items():
                 d = rows[h]["paired"]
                 span = f"[{number(d['low'], True)}, {number(d['high'], True)}]"
-                lines.append(
-                    f"  {NAMES.get(metric, metric):14}{number(d['difference'], True):>10}  {span:24} {p_value(d['p'])}"
-                )
+                change = f"{number(d['difference'], True):>10}  {span:24} {p_value(d['p'])}"
+                lines.append(f"  {name[metric]:{first}}{change}")
     return "\n".join(lines)
 
 
@@ -294,6 +298,17 @@ def verdicts(summary: dict[str, Any]) -> list[str]:
             sentence += f"; {metric} {100 * g['difference'] / base:+.0f} %, p {p_value(g['p'])}"
         sentences.append(sentence + ".")
     return sentences
+
+
+def _name(metric: str) -> str:
+    """
+    >>> _name("dprime"), _name("ood_probability digits")
+    ('d′', 'AUROC %, probability, digits')
+    """
+    if metric.startswith("ood_"):
+        score, _, outside = metric.removeprefix("ood_").partition(" ")
+        return f"AUROC %, {score.replace('_', ' ')}, {outside}"
+    return NAMES.get(metric, metric)
 
 
 def p_value(p: float) -> str:
