@@ -424,14 +424,14 @@ def _p_of_r(r: float, n: int) -> float:
 def word(better: int, worse: int, total: int) -> str:
     """What to call it.
 
-    >>> word(3, 0, 5), word(0, 3, 5), word(1, 0, 5), word(0, 0, 5)
-    ('holds', 'does not hold', 'mixed', 'not shown')
+    >>> word(3, 0, 5), word(0, 3, 5), word(1, 0, 5), word(0, 1, 5), word(0, 0, 5), word(2, 1, 5)
+    ('holds', 'the reverse', 'holds in part', 'the reverse in part', 'not shown', 'mixed')
     """
+    if better and worse:
+        return "mixed"
     if not better and not worse:
         return "not shown"
-    if not worse and 2 * better > total:
-        return "holds"
-    return "does not hold" if not better and 2 * worse > total else "mixed"
+    return ("holds" if better else "the reverse") + ("" if 2 * max(better, worse) > total else " in part")
 
 
 def verdicts(found: Found, cost: Mapping[str, Any]) -> str:
@@ -449,8 +449,8 @@ def verdicts(found: Found, cost: Mapping[str, Any]) -> str:
         '"3 in 2" is three comparisons in two studies.  A comparison is a setting of G-softmax against the first '
         "setting of its study in one metric: better or worse where p is below 0.05 after Holm's correction.  For claim "
         "5 it is a measure in a study; for cost a head, better where it stays within the bound.  A claim *holds* where "
-        "more than half are better and none is worse; it *does not hold* where more than half are worse and none is "
-        "better; it is *not shown* where none is either, and *mixed* otherwise.",
+        "more than half are better and none is worse, *in part* where fewer are; *the reverse* is said where some are "
+        "worse and none is better; *mixed* where there are both, and *not shown* where there is neither.",
     ]
     lost = {name: sum("metrics" not in r for r in rows) for name, (_, rows) in found.items()}
     if any(lost.values()):

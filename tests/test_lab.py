@@ -384,3 +384,102 @@ def test_every_recipe_passes_its_smoke_run(name, tmp_path, capsys, monkeypatch):
     assert status == 0, err
     result = runs.read_result(tmp_path / "run")
     assert all(math.isfinite(result[k]) for k in ("nll", "ece")) and "smoke" in out
+
+
+# --------------------------------------------------------------------------------------------- outside data, recordings
+
+
+def test_outside_data_are_told_apart_and_the_table_says_how_well(tmp_path):
+    config = Config(epochs=3, ood="digits-mosaic")
+    summary = compare.compare(config, ["softmax", "gsoftmax"], 2, tmp_path)
+    found = summary["metrics"]["ood_probability digits-mosaic"]
+    assert all(80 < v <= 100 for h in found.values() for v in h["values"])
+    assert "ood_learned digits-mosaic" not in summary["metrics"]  # softmax has learned no Gaussians
+    assert "AUROC %, probability, digits-mosaic" in compare.tables(summary)
+    run = tmp_path / "gsoftmax" / "seed-1"
+    outputs, result = load_file(run / "outputs.safetensors"), runs.read_result(run)
+    assert "ood_learned digits-mosaic" in result and len(outputs["x"]) == 500
+
+
+def test_outside_data_that_cannot_be_ranked_cost_no_run(tmp_path, monkeypatch):
+    from gsoftmax import ood
+
+    def refuse(*_, **__):
+        raise ValueError("nothing to rank")
+
+    monkeypatch.setattr(ood, "detection", refuse)
+    with pytest.warns(UserWarning, match="ood was left out: nothing to rank"):
+        result = train.train(Config(epochs=1, ood="digits-mosaic"), tmp_path / "run")
+    assert "error" in result and not any(k.startswith("ood") for k in result)
+    assert runs.read_result(tmp_path / "run")["error"] == result["error"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"ood": "digits"}, "other data"),
+        ({"ood": "digits-mosaic nosuch"}, r"ood \(of 2.*unknown dataset 'nosuch'"),
+        ({"ood": "digits", "data": "digits-mosaic"}, "single-label"),
+        ({"cuda_graphs": True, "accumulate": 2}, "cuda_graphs"),
+        ({"cuda_graphs": True, "compile": True}, "cuda_graphs"),
+    ],
+)
+def test_mistakes_with_outside_data_and_recordings(changes, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        train.train(Config(epochs=1).override(changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+class _Recorder:
+    """Stands in for torch.cuda.make_graphed_callables: runs the network as a recording does, and counts replays."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def __call__(self, module, inputs):
+        usual = module.forward
+        for _ in range(3):
+            usual(*inputs)
+
+        def replay(*given):
+            self.replays += module.training
+            return usual(*given)
+
+        module.forward = replay
+
+
+def test_recording_a_network_changes_nothing_but_the_launches(monkeypatch):
+    network = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    inputs, recorder = torch.randn(8, 4), _Recorder()
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", recorder)
+    before = {k: v.clone() for k, v in network.state_dict().items()}
+    with train._recorded(network, inputs, torch.no_grad):
+        assert all(torch.equal(v, before[k]) for k, v in network.state_dict().items())
+        network(inputs)
+        assert recorder.replays == 1
+        with pytest.raises(ValueError, match=r"cuda_graphs: batches must have the shape \(8, 4\), got \(1, 4\)"):
+            network(inputs[:1])
+        network.eval()(inputs[:3])  # any batch in evaluation
+        assert recorder.replays == 1
+    assert "forward" not in vars(network) and network(inputs).shape == (8, 4)
+
+
+def test_what_cannot_be_recorded_is_one_line(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("Modules must not have hooks\nand more")
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", refuse)
+    with (
+        pytest.raises(ValueError, match="^cuda_graphs: this backbone cannot be recorded: Modules must not have hooks$"),
+        train._recorded(torch.nn.Linear(2, 2), torch.zeros(1, 2), torch.no_grad),
+    ):
+        pass
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_a_recorded_training_is_the_same_training():
+    losses = []
+    for recorded in (False, True):
+        config = Config(data="digits", epochs=2, cuda_graphs=recorded, device="cuda", ema=0.9, evaluate_every=1)
+        losses.append(train.train(config)["nll"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)

@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -623,33 +624,50 @@ def _autocast(config: Config, device: torch.device) -> Callable[[], AbstractCont
     if dtype is None:
         return nullcontext
     # what a graph records is done again with it: it must not take weights from a cache
-    return functools.partial(torch.autocast, device.type, dtype, cache_enabled=not config.cuda_graphs)
+    recorded = config.cuda_graphs and device.type == "cuda"
+    return functools.partial(torch.autocast, device.type, dtype, cache_enabled=not recorded)
 
 
 @contextmanager
 def _recorded(backbone: nn.Module, inputs: Tensor, amp: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     """The backbone's forward and backward pass as CUDA graphs: two launches a step where there are hundreds.
 
-    They serve batches of the shape of `inputs` in training mode; everything else goes the usual way.
+    They serve training mode, with batches of the shape of `inputs`; in evaluation mode nothing is different.  What
+    Python decides while recording (a layer left out at random, a number that an attribute holds) stays as it was then.
     """
+    own = vars(backbone).get("forward")
     backbone.train()
     buffers = [(buffer, buffer.clone()) for buffer in backbone.buffers()]  # recording runs the network a few times
-    # gradients are added up on the stream of the recording, which the others wait for: right, and no reason to warn
-    warn = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", lambda _: None)
     try:
         with amp():
             torch.cuda.make_graphed_callables(backbone, (inputs.clone(),))
-    except RuntimeError as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, AssertionError) as error:
         raise ValueError(f"cuda_graphs: this backbone cannot be recorded: {first_line(error)}") from None
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
+    recorded = backbone.forward
+
+    def forward(given: Tensor) -> Any:
+        if backbone.training and given.shape != inputs.shape:  # it would be copied into the batch that was recorded
+            raise ValueError(
+                f"cuda_graphs: batches must have the shape {tuple(inputs.shape)}, got {tuple(given.shape)}"
+            )
+        return recorded(given)
+
+    # gradients are added up on the stream of the recording, which the others wait for: right, and no reason to warn
+    warn = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", lambda _: None)
     try:
+        backbone.forward = forward
         warn(False)
         yield
     finally:
         warn(True)
-        del backbone.forward  # the recorded one, which hides that of the class
+        del backbone.forward  # which hides that of the class
+        if own is not None:
+            backbone.forward = own
         gc.collect()  # graphs hold memory, and cycles hold graphs
 
 
@@ -717,13 +735,19 @@ def fit_gaussians(network: Network, dataset: data_room.Dataset, config: Config, 
 
 @torch.no_grad()
 def collect(
-    network: Network, dataset: data_room.Dataset, config: Config, part: str, world: World = ALONE
+    network: Network,
+    dataset: data_room.Dataset,
+    config: Config,
+    part: str,
+    world: World = ALONE,
+    trained_on: data_room.Dataset | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """x, p and y of a split, or of this process's share of it, batch by batch.
 
-    The head works in float64, so that no probability rounds to 0 or 1.
+    The head works in float64, so that no probability rounds to 0 or 1.  `trained_on` has the head's classes where
+    `dataset` has others.
     """
-    head = _whole_head(network, dataset, config).double()
+    head = _whole_head(network, trained_on or dataset, config).double()
     for h, y in _features(network, dataset, config, part, world):
         h = h.double()
         yield head.features(h).float(), head.predict_proba(h), y
@@ -780,9 +804,7 @@ def evaluate(
     """
     if _has_shards(network) and dataset.num_classes > EVALUATED_WHOLE:
         return _evaluate_shards(network, dataset, config, part, world)
-    found = zip(*collect(network, dataset, config, part, world), strict=True)
-    shares = _shares(dataset, config, part, world)
-    x, p, y = (distributed.gather_rows(torch.cat(parts).cpu(), shares, world) for parts in found)
+    x, p, y = _gathered(network, dataset, config, part, world)
     outputs = {"x": x, "p": p, "y": y}
     head = _whole_head(network, dataset, config)
     for name in ("mu", "sigma"):
@@ -795,6 +817,21 @@ def evaluate(
         return score(x, p, y, dataset.multilabel) | stats.geometry().average()
 
     return distributed.by_the_first(world, numbers), outputs
+
+
+def _gathered(
+    network: Network,
+    dataset: data_room.Dataset,
+    config: Config,
+    part: str,
+    world: World,
+    trained_on: data_room.Dataset | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x, p and y of a split on rank 0; on the others those of their share."""
+    found = zip(*collect(network, dataset, config, part, world, trained_on), strict=True)
+    shares = _shares(dataset, config, part, world)
+    x, p, y = (distributed.gather_rows(torch.cat(parts).cpu(), shares, world) for parts in found)
+    return x, p, y
 
 
 def _evaluate_shards(
@@ -823,12 +860,19 @@ def _load_others(
     specs = (config.ood or "").split()
     if specs and dataset.multilabel:
         raise ValueError(f"ood is for single-label data, and {dataset.name} is multi-label")
+    if specs and config.head_options.get("shard") and dataset.num_classes > EVALUATED_WHOLE:
+        raise ValueError(
+            f"ood needs all outputs in one place, and {dataset.num_classes:,} classes are too many for that"
+        )
+    if config.data in specs:
+        raise ValueError(f"ood must be other data than the {config.data} that is trained on")
     where = str(dataset.train.y.device)
     place = None if root is None else os.fspath(root)
     try:
         return {spec: data_room.matched(_load(spec, place, where, ()), dataset) for spec in specs}
     except ValueError as error:
-        raise ValueError(f"ood: {error}") from None
+        several = f" (of {len(specs)}, since spaces stand between several)" if len(specs) > 1 else ""
+        raise ValueError(f"ood{several}: {error}") from None
 
 
 def _detection(
@@ -839,23 +883,29 @@ def _detection(
     others: dict[str, data_room.Dataset],
     world: World,
 ) -> dict[str, float]:
-    """AUROC of telling the test images of `dataset` from those of others, by every score there is."""
+    """AUROC of telling the evaluated examples of `dataset` from the test split of others, by every score there is.
+
+    All processes collect, the first one ranks.  What cannot be ranked is a warning: the training is worth more.
+    """
     from . import ood
 
-    if "x" not in outputs:
-        raise ValueError("ood needs the outputs of all classes in one place, and this head has too many")
     stats = geometry.ClassStatistics(dataset.num_classes)
     for x, _, y in collect(network, dataset, config, "train", world):
         stats.update(x.cpu(), y.cpu())
     stats.sync()
     known: dict[str, Any] = {"mu": outputs.get("mu"), "sigma": outputs.get("sigma"), "stats": stats}
-    inside = ood.scores(outputs["x"], outputs["p"], **known)
-    result: dict[str, float] = {}
-    for name, other in others.items():
-        found = zip(*((x.cpu(), p.cpu()) for x, p, _ in collect(network, other, config, "test")), strict=True)
-        x, p = (torch.cat(parts) for parts in found)
-        result |= {f"{key} {name}": v for key, v in ood.detection(inside, ood.scores(x, p, **known)).items()}
-    return result
+    outside = {name: _gathered(network, other, config, "test", world, dataset) for name, other in others.items()}
+
+    def ranked() -> dict[str, float]:
+        try:
+            inside = ood.scores(outputs["x"], outputs["p"], **known)
+            found = {name: ood.detection(inside, ood.scores(x, p, **known)) for name, (x, p, _) in outside.items()}
+        except ValueError as error:
+            warnings.warn(f"ood was left out: {error}", stacklevel=2)
+            return {}
+        return {f"{key} {name}": v for name, of in found.items() for key, v in of.items()}
+
+    return distributed.by_the_first(world, ranked)
 
 
 def class_statistics(

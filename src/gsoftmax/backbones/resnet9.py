@@ -76,7 +76,9 @@ class FastBlock(nn.Module):
     def _norm_gelu(
         self, x: torch.Tensor, norm: Any, pool: bool = False, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if self.fused and norm.training and x.is_cuda and not torch.compiler.is_compiling():
+        # not for a norm that was made another, as SyncBatchNorm is, or that somebody looks into
+        plain = type(norm) is FastNorm and not norm.weight.requires_grad and not norm._forward_hooks
+        if self.fused and plain and norm.training and x.is_cuda and not torch.compiler.is_compiling():
             from . import fused  # brings Triton, which only this needs
 
             if fused.usable(x):

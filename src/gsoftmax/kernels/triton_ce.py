@@ -568,7 +568,7 @@ def _launch(
     key = (kernel, *(p is None or p % 16 == 0 for p in pointers)) if together % 16 else kernel
     found = call.kernels.get(key)
     if found is not None and not _watched():
-        run, function, metadata, device = found
+        run, function, metadata, device, _ = found
         run(programs, 1, 1, _stream(device), function, metadata, None, None, None, *pointers, *numbers)
         return
     options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": True}
@@ -576,13 +576,17 @@ def _launch(
         options["maxnreg"] = registers
     compiled = kernel[(programs,)](*arrays, *numbers, **options)
     if compiled is not None:  # as it is in the interpreter
-        call.kernels[key] = compiled.run, compiled.function, compiled.packed_metadata, arrays[0].device.index
+        # the kernel itself too, because its function goes with it
+        call.kernels[key] = (
+            compiled.run, compiled.function, compiled.packed_metadata, arrays[0].device.index, compiled
+        )  # fmt: skip
 
 
 def _watched() -> bool:
     """Whether a profiler of Triton wants to hear of launches; it has the usual way then."""
     hooks = triton.knobs.runtime
-    return bool(getattr(hooks.launch_enter_hook, "calls", hooks.launch_enter_hook))
+    enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def _on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:

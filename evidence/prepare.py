@@ -1,0 +1,49 @@
+"""Data for the studies: `python -m evidence.prepare SPEC FOLDER` writes cifar10.npz, cifar8.npz and cifar2.npz.
+
+SPEC is CIFAR-10 in any form (cifar10, folder:PATH).  The first file holds all of it, decoded once for all runs; the
+others hold eight of its classes and the two that are left out, which the study `ood` takes for what lies outside.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gsoftmax import data
+
+OUTSIDE = ("deer", "truck")
+
+
+def part(dataset: data.Dataset, classes: tuple[str, ...], path: Path) -> None:
+    """The rows of some classes, numbered from 0 in the order of their names."""
+    arrays: dict[str, Any] = {"names": np.array(classes)}
+    for name in ("train", "test"):
+        split = dataset.split(name)
+        if not isinstance(split.x, torch.Tensor):
+            raise ValueError(f"{dataset.name} must have small images, of one size")
+        new = torch.full((dataset.num_classes,), -1)
+        new[[dataset.classes.index(c) for c in classes]] = torch.arange(len(classes))
+        y = new[split.y]
+        arrays |= {f"x_{name}": split.x[y >= 0].numpy(), f"y_{name}": y[y >= 0].numpy()}
+    np.savez(path, **arrays)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("spec", metavar="SPEC")
+    parser.add_argument("folder", metavar="FOLDER", type=Path)
+    args = parser.parse_args()
+    dataset = data.load(args.spec)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    inside = tuple(c for c in dataset.classes if c not in OUTSIDE)
+    for name, classes in (("cifar10", dataset.classes), ("cifar8", inside), ("cifar2", OUTSIDE)):
+        part(dataset, classes, args.folder / f"{name}.npz")
+        print(args.folder / f"{name}.npz", len(classes), "classes")
+
+
+if __name__ == "__main__":
+    main()
