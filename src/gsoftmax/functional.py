@@ -124,6 +124,10 @@ def gsoftmax_cross_entropy(
     >>> gsoftmax_cross_entropy(x, target, mu=0.0, sigma=1.0)
     tensor(0.1565)
     """
+    if weight is None and impl == "auto":
+        again = kernels.again(x, target, mu, sigma, lam, ignore_index, reduction, label_smoothing)
+        if again is not None:
+            return again
     lam = _check_lam(lam)
     _check_cross_entropy(x, target, weight, ignore_index, reduction, label_smoothing)
     mu, sigma = _gaussians(x, mu, sigma, lam)

@@ -99,6 +99,11 @@ def cross_entropy(
     if path == "triton":
         from . import triton_ce
 
+        if impl == "auto" and weight is None and x.dtype is not torch.float16 and not torch.compiler.is_compiling():
+            if len(_checked) >= 4096:  # every batch has another size
+                _checked.clear()
+            kind = _kind(x, target, mu, sigma, lam, ignore_index, reduction, label_smoothing)
+            _checked[kind] = triton_ce.cross_entropy
         return triton_ce.cross_entropy(x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing)
     evaluate = native.evaluate if path == "native" else chunked.evaluate
     options = (lam, ignore_index, reduction, label_smoothing)
@@ -106,6 +111,36 @@ def cross_entropy(
         return _Fused.apply(x, mu, sigma, target, weight, options, evaluate)
     loss = evaluate(x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing, False, False)[0]
     return loss if x.dtype is torch.float32 else _loss_dtype(loss, x)
+
+
+# Kinds of calls whose arguments were checked once and which then went to a GPU's kernels.  What is checked, and what
+# the kernels are chosen by, is in a kind, but for the state that `again` looks at.
+_checked: dict[Any, Any] = {}
+
+
+def _kind(
+    x: Tensor, target: Tensor, mu: Any, sigma: Any, lam: Any, ignore_index: int, reduction: str, label_smoothing: float
+) -> Any:
+    return (
+        type(x), x.shape, x.dtype, x.device, x.layout, type(target), target.shape, target.dtype, target.device,
+        target.layout, type(mu), mu.shape, mu.dtype, mu.device, mu.layout, type(sigma), sigma.shape, sigma.dtype,
+        sigma.device, sigma.layout, type(lam), lam, ignore_index, reduction, label_smoothing,
+    )  # fmt: skip
+
+
+def again(
+    x: Tensor, target: Tensor, mu: Any, sigma: Any, lam: Any, ignore_index: int, reduction: str, label_smoothing: float
+) -> Tensor | None:
+    """The loss of a call like one before, on a GPU, where checking takes as long as launching; else None."""
+    if not _checked or torch.compiler.is_compiling() or _transformed():
+        return None
+    try:
+        found = _checked.get(_kind(x, target, mu, sigma, lam, ignore_index, reduction, label_smoothing))
+    except (AttributeError, TypeError):  # not tensors, or not hashable: the checks have words for it
+        return None
+    if found is None or x.is_neg() or mu.is_neg() or sigma.is_neg() or target.requires_grad:
+        return None
+    return found(x, target, mu, sigma, lam, None, ignore_index, reduction, label_smoothing)
 
 
 def linear_cross_entropy(

@@ -778,13 +778,14 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, x: Tensor, mu: Tensor, sigma: Tensor, target: Tensor, weight: Tensor | None, options: tuple[Any, ...]
     ) -> Tensor:
         loss, stats = forward(x, target, mu, sigma, options[0], weight, *options[1:])
-        ctx.save_for_backward(x, mu, sigma, target, weight, stats)
-        ctx.options = options
+        ctx.save_for_backward(x, mu, sigma, target, weight)
+        ctx.options, ctx.stats = options, stats
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, mu, sigma, target, weight, stats = ctx.saved_tensors
+        x, mu, sigma, target, weight = ctx.saved_tensors
+        stats = ctx.stats
         lam, ignore_index, reduction, label_smoothing, _ = ctx.options
         need, options = ctx.needs_input_grad[:3], (lam, weight, ignore_index, reduction, label_smoothing)
         if torch.is_grad_enabled():  # create_graph: the gradient is differentiated again
