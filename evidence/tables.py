@@ -401,7 +401,7 @@ def claims(found: Found, cost: Mapping[str, Any]) -> Iterator[tuple[str, str, li
     yield "calibration: lowers NLL", "%", of("nll", share=True)
     yield "calibration: lowers ECE", "points", of("ece")
     yield "few data: lowers the error", "points", of("error", names="few-")
-    yield "label noise and imbalance: lowers the error", "points", of("error", names="noise-|imbalance")
+    yield "label noise and imbalance: lowers the error", "points", of("error", names="noise-|(digits-)?imbalance")
     outside = [
         Case(name, d.verdict, d.test.difference)
         for name, (study, rows) in tested.items()
