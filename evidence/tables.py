@@ -426,9 +426,12 @@ def word(better: int, worse: int, total: int) -> str:
 
     >>> word(3, 0, 5), word(0, 3, 5), word(1, 0, 5), word(0, 1, 5), word(0, 0, 5), word(2, 1, 5)
     ('holds', 'the reverse', 'holds in part', 'the reverse in part', 'not shown', 'mixed')
+    >>> word(4, 1, 5), word(1, 4, 5), word(4, 1, 9)
+    ('mostly holds', 'mostly the reverse', 'mixed')
     """
     if better and worse:
-        return "mixed"
+        clear = 2 * max(better, worse) > total and max(better, worse) >= 4 * min(better, worse)
+        return "mixed" if not clear else "mostly holds" if better > worse else "mostly the reverse"
     if not better and not worse:
         return "not shown"
     return ("holds" if better else "the reverse") + ("" if 2 * max(better, worse) > total else " in part")
@@ -450,7 +453,8 @@ def verdicts(found: Found, cost: Mapping[str, Any]) -> str:
         "setting of its study in one metric: better or worse where p is below 0.05 after Holm's correction.  For claim "
         "5 it is a measure in a study; for cost a head, better where it stays within the bound.  A claim *holds* where "
         "more than half are better and none is worse, *in part* where fewer are; *the reverse* is said where some are "
-        "worse and none is better; *mixed* where there are both, and *not shown* where there is neither.",
+        "worse and none is better.  Where there are both it is *mixed*, or *mostly* the one that more than half are and at "
+        "least four times as many as the other; *not shown* where there is neither.",
     ]
     lost = {name: sum("metrics" not in r for r in rows) for name, (_, rows) in found.items()}
     if any(lost.values()):

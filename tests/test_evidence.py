@@ -370,7 +370,7 @@ def test_verdicts_on_labels_and_outside_data(everything):
     "counts, expected",
     [
         ((1, 0, 1), "holds"), ((3, 0, 5), "holds"), ((2, 0, 4), "holds in part"), ((0, 3, 5), "the reverse"),
-        ((5, 1, 6), "mixed"), ((1, 5, 6), "mixed"),
+        ((5, 1, 6), "mostly holds"), ((1, 5, 6), "mostly the reverse"), ((3, 1, 4), "mixed"), ((4, 1, 8), "mixed"),
         ((0, 2, 4), "the reverse in part"), ((0, 1, 3), "the reverse in part"),
         ((0, 0, 4), "not shown"), ((0, 0, 0), "not shown"),
     ],
