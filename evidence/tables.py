@@ -453,8 +453,8 @@ def verdicts(found: Found, cost: Mapping[str, Any]) -> str:
         "setting of its study in one metric: better or worse where p is below 0.05 after Holm's correction.  For claim "
         "5 it is a measure in a study; for cost a head, better where it stays within the bound.  A claim *holds* where "
         "more than half are better and none is worse, *in part* where fewer are; *the reverse* is said where some are "
-        "worse and none is better.  Where there are both it is *mixed*, or *mostly* the one that more than half are and "
-        "at least four times as many as the other; *not shown* where there is neither.",
+        "worse and none is better.  Where there are both it is *mixed*, or *mostly* the one that more than half are "
+        "and at least four times as many as the other; *not shown* where there is neither.",
     ]
     lost = {name: sum("metrics" not in r for r in rows) for name, (_, rows) in found.items()}
     if any(lost.values()):
