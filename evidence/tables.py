@@ -2,7 +2,7 @@
 
     <!-- evidence: tables -->  ...  <!-- evidence: end -->
 
-Nothing between such marks is written by hand. The marks: verdicts, summary, tables, ood, cost.
+Nothing between such marks is written by hand. The marks: verdicts, summary, tables, cost.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ def study_tables(study: Study, rows: Sequence[Row]) -> str:
     """Means and deviations, then paired differences, as Markdown."""
     settings, metrics = settings_of(study, rows), metrics_of(rows)
     parts = [f"### {study.name}"]
-    if about := getattr(study, "about", "").strip():
-        parts.append(about)
+    if study.about:
+        parts.append(study.about)
     if "mAP" in metrics:
         parts.append(_means(rows, settings, SEVEN))
     parts.append(_means(rows, settings, [*(m for m in metrics if m not in SEVEN), "seconds"]))
@@ -569,12 +569,10 @@ def read(folder: Path = ROWS) -> dict[str, tuple[Study, Sequence[Row]]]:
 def blocks(folder: Path = ROWS) -> dict[str, str]:
     """The text of every mark."""
     found, cost = read(folder), read_cost(folder)
-    ood = [part for pair in found.values() for part in _ood_tables(*pair)]
     return {
         "verdicts": verdicts(found, cost) if found or cost else NOTHING,
         "summary": summary(found),
         "tables": "\n\n".join(study_tables(*pair) for pair in found.values()) or NOTHING,
-        "ood": "\n\n".join(ood) or NOTHING,
         "cost": cost_tables(cost, found),
     }
 

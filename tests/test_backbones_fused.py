@@ -1,30 +1,22 @@
 """Fused pooling, normalisation and GELU, on a GPU where there is one and otherwise in Triton's interpreter.
 
-Triton decides between the two when it is first imported, which any other test may have done already.  So the kernels
-are tested in a process of its own; what that process runs are the functions called check_*.
+What runs where is in `interpreter.py`.
 """
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from gsoftmax.backbones import fused
+from tests.interpreter import DEVICE, GPU, loops, poisoned, quiet, run_checks  # noqa: F401
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-INSIDE = GPU or os.environ.get("TRITON_INTERPRET") == "1"
-CANNOT = 77
-
-# On a GPU some of torch's own operations say that they can't promise the same bits twice.
-pytestmark = pytest.mark.filterwarnings("ignore:.*deterministic")
+pytestmark = quiet
 
 NO_TRITON = """
 import sys
@@ -38,31 +30,12 @@ assert fused.triton is None and not fused.usable(x)
 
 def test_everything_in_a_process_of_its_own():
     pytest.importorskip("triton", reason="Triton is not installed")
-    command = [sys.executable, "-m", "pytest", __file__, "-q", "-x", "-o", "python_functions=check_*", "-W", "error"]
-    command += ["-p", "no:cacheprovider", "-p", "no:xdist", "--show-capture=no", "--tb=short"]
-    environment = dict(os.environ, OMP_NUM_THREADS="1")
-    if not GPU:
-        environment["TRITON_INTERPRET"] = "1"
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode == CANNOT:
-        pytest.skip("the interpreter of this Triton does not work with this numpy")
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    run_checks(__file__)
 
 
 def test_without_triton_the_module_is_there_and_unusable():
     done = subprocess.run([sys.executable, "-c", NO_TRITON], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-def test_plain_is_the_layers_one_after_the_other():
-    norm = nn.BatchNorm2d(5, momentum=0.4)
-    x, r = torch.randn(4, 5, 7, 6), torch.randn(4, 5, 3, 3)
-    mean, var = torch.zeros(5), torch.ones(5)
-    got = fused.plain(x, norm.bias, mean, var, 0.4, norm.eps, pool=True, residual=r)
-    torch.testing.assert_close(got, nn.GELU()(norm(nn.MaxPool2d(2)(x)) + r))
-    torch.testing.assert_close(mean, norm.running_mean)
-    torch.testing.assert_close(var, norm.running_var)
 
 
 @pytest.mark.parametrize("channels", [1, 3, 16, 24, 64, 70, 256, 1000])
@@ -78,40 +51,21 @@ def test_every_tile_is_taken_by_one_group_and_no_group_is_empty(pixels, channels
 
 # ----------------------------------------------------------------------------------------------- inside, on the kernels
 
-if INSIDE:
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def _count(out, n):
-        for _ in range(0, n):
-            tl.store(out, tl.load(out) + 1)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def loops():
-    """Interpreters up to that of Triton 3.6 stop at any loop, since numpy 2.4 makes no number of an array any more."""
-    if INSIDE and not GPU:
-        try:
-            _count[(1,)](torch.zeros(1), 3)
-        except Exception:
-            pytest.exit("no loops in the interpreter", returncode=CANNOT)
-
-
-@pytest.fixture(autouse=True)
-def poisoned():
-    """torch.empty gives NaN, or -128 to 127, so that what a kernel does not write is seen; numpy is quiet on NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=GPU)
-    with np.errstate(all="ignore"):
-        yield
-    torch.use_deterministic_algorithms(False)
-
 
 def images(shape, dtype="float32", scale=1.0, mean=0.0, seed=0):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator) * scale + mean
     x = x.to(DEVICE, getattr(torch, dtype))
     return x.contiguous(memory_format=torch.channels_last)
+
+
+def plain(x, bias, mean, var, momentum, eps, pool=False, residual=None):
+    """The layers one after the other."""
+    norm = nn.BatchNorm2d(len(bias), eps=eps, momentum=momentum, dtype=x.dtype, device=x.device)
+    norm.running_mean, norm.running_var = mean, var
+    h = F.max_pool2d(x, 2) if pool else x
+    h = torch.func.functional_call(norm, {"bias": bias}, (h,))
+    return F.gelu(h if residual is None else h + residual)
 
 
 def both(x, pool, residual=None, momentum=0.4, eps=1e-5):
@@ -121,7 +75,7 @@ def both(x, pool, residual=None, momentum=0.4, eps=1e-5):
     bias, old_mean = (torch.randn(c, generator=generator).to(DEVICE) for _ in range(2))
     old_var = (torch.rand(c, generator=generator) + 0.5).to(DEVICE)
     dy, results = None, []
-    for function, precise in ((fused.norm_gelu, False), (fused.plain, True)):
+    for function, precise in ((fused.norm_gelu, False), (plain, True)):
         inputs = [v.double() if precise else v.clone() for v in (x, bias, old_mean, old_var)]
         r = None if residual is None else residual.double() if precise else residual.clone()
         for v in (inputs[0], inputs[1], *(() if r is None else (r,))):
@@ -230,7 +184,7 @@ def check_nan_spoils_its_channel_and_no_other(spots):
     assert torch.equal(where, (index // 2).long() * 4 + index % 2 + corners(where))
     others = [0, 1, 3, 4]
     assert y[:, 2].isnan().all() and mean[2].isnan() and var[2].isnan()
-    close(y.detach()[:, others], fused.plain(clean, bias, mean * 0, var, 0.1, 1e-5, True)[:, others].double())
+    close(y.detach()[:, others], plain(clean, bias, mean * 0, var, 0.1, 1e-5, True)[:, others].double())
     assert x.grad[:, others].isfinite().all()
 
 

@@ -290,7 +290,7 @@ def test_costs_are_shown_as_measured(everything):
 
 def test_every_mark_has_text_whatever_there_is(everything, tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "studies", lambda: {name: study for name, (study, _) in everything.items()})
-    marks = {"verdicts", "summary", "tables", "ood", "cost"}
+    marks = {"verdicts", "summary", "tables", "cost"}
     assert tables.blocks(tmp_path) == dict.fromkeys(marks, tables.NOTHING) and figures.drawn(tmp_path) == {}
     for name, pair in everything.items():  # each alone
         folder = tmp_path / name

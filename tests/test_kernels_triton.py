@@ -1,43 +1,24 @@
 """The Triton kernels, on a GPU where there is one and otherwise in Triton's interpreter.
 
-Triton decides between the two when it is first imported, which any other test may have done already.  So there is one
-test for the outside, which starts a process of its own; what that process runs are the functions called check_*.
+What runs where is in `interpreter.py`.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.interpreter import DEVICE, GPU, INSIDE, loops, poisoned, quiet, run_checks  # noqa: F401
+
 pytest.importorskip("triton", reason="Triton is not installed")
-
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-INSIDE = GPU or os.environ.get("TRITON_INTERPRET") == "1"
-CANNOT = 77
-
-# On a GPU some of torch's own operations say that they can't promise the same bits twice.
-pytestmark = pytest.mark.filterwarnings("ignore:.*deterministic")
+pytestmark = quiet
 
 
 def test_everything_in_a_process_of_its_own():
-    command = [sys.executable, "-m", "pytest", __file__, "-q", "-x", "-o", "python_functions=check_*", "-W", "error"]
-    command += ["-p", "no:cacheprovider", "-p", "no:xdist", "--show-capture=no", "--tb=short"]
-    environment = dict(os.environ, OMP_NUM_THREADS="1")
-    if not GPU:
-        environment["TRITON_INTERPRET"] = "1"
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode == CANNOT:
-        pytest.skip("the interpreter of this Triton does not work with this numpy")
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    run_checks(__file__)
 
 
 if INSIDE:
@@ -48,32 +29,8 @@ if INSIDE:
     from gsoftmax.kernels import linear, triton_ce
     from gsoftmax.kernels.triton_ce import Plan
 
-    @triton.jit
-    def _count(out, n):
-        for _ in range(0, n):
-            tl.store(out, tl.load(out) + 1)
-
     # Tiles that cut even small tables in several, with something left over in both directions.
     SMALL_TILES = Plan(block_n=2, block_c=16, rows=4, warps=1, degree=7)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def loops():
-    """Interpreters up to that of Triton 3.6 stop at any loop, since numpy 2.4 makes no number of an array any more."""
-    if INSIDE and not GPU:
-        try:
-            _count[(1,)](torch.zeros(1), 3)
-        except Exception:
-            pytest.exit("no loops in the interpreter", returncode=CANNOT)
-
-
-@pytest.fixture(autouse=True)
-def poisoned():
-    """torch.empty gives NaN, so that what a kernel does not write is seen; numpy says nothing of NaN and inf."""
-    torch.use_deterministic_algorithms(True, warn_only=GPU)
-    with np.errstate(all="ignore"):
-        yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(params=["whole rows", "small tiles"])
@@ -428,14 +385,14 @@ def check_calls_like_one_before(monkeypatch):
     monkeypatch.setattr(
         kernels, "_choose", lambda *a: ("triton", "") if not kernels._transformed() and a[0].ndim == 2 else choose(*a)
     )
-    again, count = kernels.again, []
+    repeated, count = kernels.repeated, []
 
     def counting(*args):
-        found = again(*args)
+        found = repeated(*args)
         count.append(found is not None)
         return found
 
-    monkeypatch.setattr(kernels, "again", counting)
+    monkeypatch.setattr(kernels, "repeated", counting)
     call = functional.gsoftmax_cross_entropy
     for seed in range(3):
         x, target, mu, sigma = table(6, 9, seed=seed)

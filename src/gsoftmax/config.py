@@ -87,9 +87,7 @@ class Config:
     amp: str = "off"
     channels_last: bool = True  # of images; faster on CPUs too
     compile: bool = False
-    cuda_graphs: bool = (
-        False  # on a GPU the backbone's step is recorded once and replayed: for networks without chance in Python
-    )
+    cuda_graphs: bool = False  # on a GPU: the backbone's step recorded once and replayed, with what Python decided then
     parallel: str = "ddp"  # with several processes: ddp, or fsdp for a backbone too large for one device
     sync_batchnorm: bool = False  # with several GPUs: batch norms see the whole batch
     # the run

@@ -125,9 +125,9 @@ def gsoftmax_cross_entropy(
     tensor(0.1565)
     """
     if weight is None and impl == "auto":
-        again = kernels.again(x, target, mu, sigma, lam, ignore_index, reduction, label_smoothing)
-        if again is not None:
-            return again
+        loss = kernels.repeated(x, target, mu, sigma, lam, ignore_index, reduction, label_smoothing)
+        if loss is not None:
+            return loss
     lam = _check_lam(lam)
     _check_cross_entropy(x, target, weight, ignore_index, reduction, label_smoothing)
     mu, sigma = _gaussians(x, mu, sigma, lam)

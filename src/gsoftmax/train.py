@@ -279,7 +279,9 @@ def train(
         world = stack.enter_context(distributed.joined(device))
         dataset = distributed.one_after_the_other(world, lambda: load_data(config, data_root))
         parts = prepare(config, dataset, device, world)
-        others = distributed.one_after_the_other(world, lambda: _load_others(config, dataset, data_root))
+        others = {}
+        if config.ood:
+            others = distributed.one_after_the_other(world, lambda: _load_others(config, dataset, data_root))
         folder, watch = None, None
         if out is not None:
             described: dict[str, Any] = {
@@ -391,13 +393,15 @@ def _train(
     seconds = time.perf_counter() - clock_start
     best = parts.evaluated(world)
     result, outputs = evaluate(best, dataset, config, config.evaluate_on, world)
-    if config.train_geometry and "x" in outputs:
+    stats = None
+    if (config.train_geometry or config.ood) and "x" in outputs:
         stats = class_statistics(best, dataset, config, "train", world)
+    if config.train_geometry and stats is not None:
         result |= {f"train_{k}": v for k, v in stats.geometry().average().items()}
         if dataset.num_classes <= 1000:  # what the report draws the training set's Gaussians from; 16 MB at most
             outputs |= {f"train_{k}": v.cpu() for k, v in stats.state_dict().items()}
-    if config.ood:
-        result |= _detection(best, dataset, config, outputs, others, world)
+    if others and stats is not None:
+        result |= _detection(best, dataset, config, outputs, stats, others, world)
     result |= {"seconds": seconds, "epochs": config.epochs, "examples_per_second": at.seen / max(seconds, 1e-9)}
     distributed.by_the_first(world, lambda: folder.finish(result, outputs) if folder is not None else None)
     return result
@@ -857,10 +861,10 @@ def _load_others(
     config: Config, dataset: data_room.Dataset, root: str | os.PathLike[str] | None
 ) -> dict[str, data_room.Dataset]:
     """The data that `config.ood` names, as the network of `dataset` is given them."""
-    specs = (config.ood or "").split()
-    if specs and dataset.multilabel:
+    specs = str(config.ood).split()
+    if dataset.multilabel:
         raise ValueError(f"ood is for single-label data, and {dataset.name} is multi-label")
-    if specs and config.head_options.get("shard") and dataset.num_classes > EVALUATED_WHOLE:
+    if config.head_options.get("shard") and dataset.num_classes > EVALUATED_WHOLE:
         raise ValueError(
             f"ood needs all outputs in one place, and {dataset.num_classes:,} classes are too many for that"
         )
@@ -880,19 +884,17 @@ def _detection(
     dataset: data_room.Dataset,
     config: Config,
     outputs: dict[str, Tensor],
+    stats: geometry.ClassStatistics,
     others: dict[str, data_room.Dataset],
     world: World,
 ) -> dict[str, float]:
     """AUROC of telling the evaluated examples of `dataset` from the test split of others, by every score there is.
 
-    All processes collect, the first one ranks.  What cannot be ranked is a warning: the training is worth more.
+    stats: of the training set.  All processes collect, the first one ranks.  What cannot be ranked is a warning: the
+    training is worth more.
     """
     from . import ood
 
-    stats = geometry.ClassStatistics(dataset.num_classes)
-    for x, _, y in collect(network, dataset, config, "train", world):
-        stats.update(x.cpu(), y.cpu())
-    stats.sync()
     known: dict[str, Any] = {"mu": outputs.get("mu"), "sigma": outputs.get("sigma"), "stats": stats}
     outside = {name: _gathered(network, other, config, "test", world, dataset) for name, other in others.items()}
 

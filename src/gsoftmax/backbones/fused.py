@@ -26,7 +26,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
@@ -55,7 +54,16 @@ _WIDE: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": True}
 def _distribution(h):
     """Phi(h), to 1e-7, and h * ROOT, whose negative square is the exponent of phi in base 2."""
     w, u = _bend(h, 0.0, ROOT, 0.5, -0.9999998807907104, 7)
-    return w + 0.5, u
+    return tl.where(h < -5.5, 0.0, w + 0.5), u  # w stops falling there
+
+
+@_jit
+def _of_channels(stats, bias, cols, C):
+    """mean, rstd and bias of some channels."""
+    there = cols < C
+    mean = tl.load(stats + cols, mask=there, other=0.0)
+    rstd = tl.load(stats + C + cols, mask=there, other=0.0)
+    return mean, rstd, tl.load(bias + cols, mask=there, other=0.0).to(tl.float32)
 
 
 @_jit
@@ -168,15 +176,12 @@ def _output_kernel(
     rows = tl.program_id(0) // across * BLOCK_P + tl.arange(0, BLOCK_P)[:, None]
     there = cols < C
     ok = (rows < N) & there
-    mean = tl.load(stats + cols, mask=there, other=0.0)
-    rstd = tl.load(stats + C + cols, mask=there, other=0.0)
-    shift = tl.load(bias + cols, mask=there, other=0.0).to(tl.float32)
+    mean, rstd, shift = _of_channels(stats, bias, cols, C)
     place = rows.to(tl.int64) * C + cols
     h = (tl.load(p + place, mask=ok, other=0.0).to(tl.float32) - mean) * rstd + shift
     if RESIDUAL:
         h += tl.load(residual + place, mask=ok, other=0.0).to(tl.float32)
     below, _ = _distribution(h)
-    below = tl.where(h < -5.5, 0.0, below)  # which stops falling there
     tl.store(y + place, (h * below).to(y.dtype.element_ty), mask=ok)
 
 
@@ -203,9 +208,7 @@ def _sums_kernel(
     cols = tl.program_id(0) % across * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     lines = tl.arange(0, BLOCK_P)[:, None]
     there = cols < C
-    mean = tl.load(stats + cols, mask=there, other=0.0)
-    rstd = tl.load(stats + C + cols, mask=there, other=0.0)
-    shift = tl.load(bias + cols, mask=there, other=0.0).to(tl.float32)
+    mean, rstd, shift = _of_channels(stats, bias, cols, C)
     sum_g = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
     sum_gx = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
     for step in range(0, steps):
@@ -246,9 +249,7 @@ def _gradient_kernel(
     rows = tl.program_id(0) // across * BLOCK_P + tl.arange(0, BLOCK_P)[:, None]
     there = cols < C
     ok = (rows < N) & there
-    mean = tl.load(stats + cols, mask=there, other=0.0)
-    rstd = tl.load(stats + C + cols, mask=there, other=0.0)
-    shift = tl.load(bias + cols, mask=there, other=0.0).to(tl.float32)
+    mean, rstd, shift = _of_channels(stats, bias, cols, C)
     mean_g = tl.load(means + cols, mask=there, other=0.0)
     mean_gx = tl.load(means + C + cols, mask=there, other=0.0)
     if POOL:
@@ -427,28 +428,6 @@ def usable(x: Tensor) -> bool:
         and torch._C._len_torch_dispatch_stack() == 0
         and forward_ad._current_level < 0
     )
-
-
-def plain(
-    x: Tensor,
-    bias: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
-    momentum: float,
-    eps: float,
-    pool: bool = False,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """What `norm_gelu` computes, by torch's own operations, anywhere.
-
-    >>> x = torch.arange(8.0).reshape(2, 1, 2, 2)
-    >>> plain(x, torch.zeros(1), torch.zeros(1), torch.ones(1), 0.1, 1e-5, pool=True).flatten()
-    tensor([-0.1587,  0.8413])
-    """
-    if pool:
-        x = F.max_pool2d(x, 2)
-    h = F.batch_norm(x, running_mean, running_var, None, bias, True, momentum, eps)
-    return F.gelu(h if residual is None else h + residual)
 
 
 def norm_gelu(

@@ -114,7 +114,7 @@ def cross_entropy(
 
 
 # Kinds of calls whose arguments were checked once and which then went to a GPU's kernels.  What is checked, and what
-# the kernels are chosen by, is in a kind, but for the state that `again` looks at.
+# the kernels are chosen by, is in a kind, but for the state that `repeated` looks at.
 _checked: dict[Any, Any] = {}
 
 
@@ -128,7 +128,7 @@ def _kind(
     )  # fmt: skip
 
 
-def again(
+def repeated(
     x: Tensor, target: Tensor, mu: Any, sigma: Any, lam: Any, ignore_index: int, reduction: str, label_smoothing: float
 ) -> Tensor | None:
     """The loss of a call like one before, on a GPU, where checking takes as long as launching; else None."""

@@ -491,7 +491,6 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-@lru_cache(maxsize=1024)
 def plan(kind: str, rows: int, classes: int, itemsize: int, device: torch.device) -> Plan:
     """The tile for a table of this size; `kind` is "forward" or "backward"."""
     # Where x is half precision, an error of Phi of 3e-7 is far below what x itself was rounded by.
