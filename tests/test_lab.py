@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -460,6 +461,9 @@ def test_recording_a_network_changes_nothing_but_the_launches(monkeypatch):
         with pytest.raises(ValueError, match=r"cuda_graphs: batches must have the shape \(8, 4\), got \(1, 4\)"):
             network(inputs[:1])
         network.eval()(inputs[:3])  # any batch in evaluation
+        warnings.warn(
+            "The AccumulateGrad node's stream does not match the stream of ...", stacklevel=1
+        )  # an error here
         assert recorder.replays == 1
     assert "forward" not in vars(network) and network(inputs).shape == (8, 4)
 

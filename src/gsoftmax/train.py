@@ -661,14 +661,13 @@ def _recorded(backbone: nn.Module, inputs: Tensor, amp: Callable[[], AbstractCon
             )
         return recorded(given)
 
-    # gradients are added up on the stream of the recording, which the others wait for: right, and no reason to warn
-    warn = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", lambda _: None)
     try:
         backbone.forward = forward
-        warn(False)
-        yield
+        with warnings.catch_warnings():
+            # gradients are added up on the stream of the recording, which the others wait for: right, no reason to warn
+            warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
+            yield
     finally:
-        warn(True)
         del backbone.forward  # which hides that of the class
         if own is not None:
             backbone.forward = own
