@@ -643,7 +643,7 @@ def _recorded(backbone: nn.Module, inputs: Tensor, amp: Callable[[], AbstractCon
     backbone.train()
     buffers = [(buffer, buffer.clone()) for buffer in backbone.buffers()]  # recording runs the network a few times
     try:
-        with amp():
+        with amp(), _quiet_streams():
             torch.cuda.make_graphed_callables(backbone, (inputs.clone(),))
     except torch.OutOfMemoryError:
         raise
@@ -663,15 +663,21 @@ def _recorded(backbone: nn.Module, inputs: Tensor, amp: Callable[[], AbstractCon
 
     try:
         backbone.forward = forward
-        with warnings.catch_warnings():
-            # gradients are added up on the stream of the recording, which the others wait for: right, no reason to warn
-            warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
+        with _quiet_streams():
             yield
     finally:
         del backbone.forward  # which hides that of the class
         if own is not None:
             backbone.forward = own
         gc.collect()  # graphs hold memory, and cycles hold graphs
+
+
+@contextmanager
+def _quiet_streams() -> Iterator[None]:
+    """Gradients are added up on the stream of the recording, which the others wait for: right, no reason to warn."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
+        yield
 
 
 def _average(network: Network, decay: float) -> torch.optim.swa_utils.AveragedModel | None:
