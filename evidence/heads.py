@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gsoftmax.heads import GSoftmaxHead
+from gsoftmax.heads import GSoftmaxHead, SoftmaxHead
 
 
 class Handicap(GSoftmaxHead):
@@ -35,3 +35,24 @@ class Handicap(GSoftmaxHead):
 
     def predict_proba(self, h: Tensor) -> Tensor:
         return torch.softmax(self(h), dim=1)
+
+
+class Adjusted(SoftmaxHead):
+    """Softmax made for unequal classes: trained on x + log of how frequent a class is, tested on x (Menon et al. 2021).
+
+    What every class has in advance, x need not learn.  Classes are counted as they come by in training, from one each.
+
+    >>> head = Adjusted(4, 2)
+    >>> h, target = torch.zeros(6, 4), torch.tensor([0, 0, 0, 0, 0, 1])
+    >>> head.loss(h, target).ndim, head.seen
+    (0, tensor([6., 2.]))
+    """
+
+    def __init__(self, in_features: int, num_classes: int, **options: Any) -> None:
+        super().__init__(in_features, num_classes, **options)
+        self.register_buffer("seen", torch.ones(num_classes))
+
+    def loss(self, h: Tensor, target: Tensor, **options: Any) -> Tensor:
+        if self.training:
+            self.seen.index_add_(0, target, torch.ones_like(target, dtype=self.seen.dtype))
+        return F.cross_entropy(self(h).float() + (self.seen / self.seen.sum()).log(), target, **options)

@@ -341,17 +341,20 @@ def cost_tables(cost: Mapping[str, Any], found: Found) -> str:
         parts.append((again if "softmax again" in cost["heads"] else "") + f"Recipe {cost['recipe']}, {_where(cost)}.")
     if "cifar10" in found:
         study, rows = found["cifar10"]
-        seconds = values(rows, "seconds")
-        first = [*seconds.get(next(iter(study.settings)), {}).values()]
+        seconds, first = values(rows, "seconds"), next(iter(study.settings))
         lines = []
         for setting in settings_of(study, rows):
-            if setting in seconds:
-                median = float(np.median([*seconds[setting].values()]))
-                of_first = f"{median / np.median(first):.3f}" if first else "–"
-                lines.append([setting, _seeds(rows, setting), number(median), of_first])
+            of = seconds.get(setting, {})
+            pairs = [of[seed] / seconds[first][seed] for seed in of if seed in seconds.get(first, {})]
+            if pairs:
+                median = number(float(np.median([*of.values()])))
+                lines.append([setting, _seeds(rows, setting), median, f"{np.median(pairs):.3f}"])
         if lines:
-            parts.append("Seconds of a whole run of `cifar10`, one seed, in the median:")
-            parts.append(_table(["setting", "seeds", "seconds", f"of {next(iter(study.settings))}'s"], lines))
+            parts.append(
+                "Seconds of a whole run of `cifar10`, one seed, on a GPU that several runs shared: medians, the ratio "
+                "of pairs with the same seed, which ran at about the same time."
+            )
+            parts.append(_table(["setting", "seeds", "seconds", f"of {first}'s"], lines))
     return "\n\n".join(parts) or NOTHING
 
 
