@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from gsoftmax import recipes, train
+from gsoftmax import evaluation, recipes, train
 from gsoftmax.config import Config
 
 from .run import ROWS, found_at, where
@@ -82,7 +82,7 @@ def _step_and_head(config: Config, stack: ExitStack) -> tuple[Callable[[], None]
     device = dataset.train.y.device
     parts = train.prepare(config, dataset, device)
     inputs, target = next(train._train_batches(dataset, config, 1))
-    amp, options = train._autocast(config, device), train.loss_options(config, dataset)
+    amp, options = evaluation.autocast(config, device), train.loss_options(config)
     parts.network.train()
     if config.cuda_graphs and device.type == "cuda":
         stack.enter_context(train._recorded(parts.network.backbone, inputs, amp))

@@ -25,7 +25,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from gsoftmax import geometry, metrics, recipes, runs, train
+from gsoftmax import evaluation, geometry, metrics, recipes, runs, train
 from gsoftmax.config import Config
 
 HERE = Path(__file__).parent
@@ -100,7 +100,7 @@ def one(study: Study, setting: str, seed: int, data: Mapping[str, str]) -> dict[
     row["metrics"] = {" ".join(names.get(w, w) for w in k.split()): _round(v) for k, v in result.items()}
     if outputs["y"].ndim == 2:
         x, p, y = outputs["x"], outputs["p"], outputs["y"]
-        stats = geometry.ClassStatistics(y.shape[1], multilabel=True).update(train.positive_outputs(x), y)
+        stats = geometry.ClassStatistics(y.shape[1], multilabel=True).update(evaluation.positive_outputs(x), y)
         found = stats.geometry()
         of_label = {"ap": metrics.average_precision(p, y)}
         of_label |= {k: getattr(found, k) for k in ("compactness", "separability", "ratio")}

@@ -84,12 +84,12 @@ def _config(changes):
 
 SHARDED = """
 import os, sys
-from gsoftmax import train
+from gsoftmax import evaluation
 from gsoftmax.cli import main
 argv = sys.argv[1:]
 assert main(argv) == 0
 os.rename("many/outputs.safetensors", "whole.safetensors") if os.environ["RANK"] == "0" else None
-train.EVALUATED_WHOLE = 5  # now nobody may put ten classes together
+evaluation.EVALUATED_WHOLE = 5  # now nobody may put ten classes together
 sys.exit(main([*argv, "--resume"]))
 """
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gsoftmax import compare, distributed, runs, train
+from gsoftmax import compare, distributed, evaluation, runs, train
 from gsoftmax.cli import main
 from gsoftmax.config import Config
 
@@ -271,8 +271,8 @@ def test_a_signal_during_the_last_evaluation_reaches_whoever_comes_next(tmp_path
         os.kill(os.getpid(), signal.SIGINT)
         return original(*args)
 
-    original = train.evaluate
-    monkeypatch.setattr(train, "evaluate", evaluate)
+    original = evaluation.evaluate
+    monkeypatch.setattr(evaluation, "evaluate", evaluate)
     with pytest.raises(KeyboardInterrupt):
         train.train(QUICK, tmp_path / "run")
     assert runs.read_result(tmp_path / "run")

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from scipy.special import expit, softmax
 
-from gsoftmax import compare, geometry, report, runs, train
+from gsoftmax import compare, evaluation, geometry, report, runs
 from gsoftmax.config import Config, parse_head
 from gsoftmax.functional import gsoftmax
 from gsoftmax.report import figures, page, pictures, tables
@@ -56,7 +56,7 @@ def fake_run(folder, head, seed, *, names=NAMES, multilabel=False, train_split=T
     folder.mkdir(parents=True)
     outputs = fake_outputs(head, seed, multilabel=multilabel, classes=len(names), **options)
     x, p, y = (outputs[k] for k in "xpy")
-    stats = geometry.ClassStatistics(len(names), multilabel=multilabel).update(train.positive_outputs(x), y)
+    stats = geometry.ClassStatistics(len(names), multilabel=multilabel).update(evaluation.positive_outputs(x), y)
     if train_split:
         outputs |= {f"train_{k}": v for k, v in stats.state_dict().items()}
         outputs["train_mean"] = outputs["train_mean"] * 1.5  # so that train and test differ
@@ -66,7 +66,7 @@ def fake_run(folder, head, seed, *, names=NAMES, multilabel=False, train_split=T
     (folder / "config.json").write_text(json.dumps(asdict(config)))
     described = runs.environment() | {"command": "gsoftmax compare <digits>", "data": {"classes": names}}
     (folder / "environment.json").write_text(json.dumps(described))
-    result = train.score(x, p, y, multilabel) | stats.geometry().average() | {"seconds": 1.0}
+    result = evaluation.score(x, p, y) | {"seconds": 1.0}
     rows = [{"epoch": e, "loss": 1 / (e + seed + len(head)), "lr": 0.1 / e} for e in (1, 2, 3)]
     rows.append({"final": True, **result})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))

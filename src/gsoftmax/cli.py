@@ -408,7 +408,7 @@ def _evaluate(args: argparse.Namespace) -> None:
             "runs are read with safetensors, which is not installed: pip install 'gsoftmax[train]'"
         ) from None
 
-    from . import geometry, runs, train
+    from . import evaluation, runs
     from .outputs import open_outputs
 
     run = Path(args.run_folder)
@@ -419,9 +419,7 @@ def _evaluate(args: argparse.Namespace) -> None:
     if "p" not in outputs:
         raise ValueError(f"{run / 'outputs.safetensors'} must hold x, p and y, got {', '.join(sorted(outputs))}")
     x, p, y = (outputs[k] for k in "xpy")
-    multilabel = y.ndim == 2
-    stats = geometry.ClassStatistics(p.shape[1], multilabel=multilabel).update(train.positive_outputs(x), y)
-    for key, value in (train.score(x, p, y, multilabel) | stats.geometry().average()).items():
+    for key, value in evaluation.score(x, p, y).items():
         print(f"{key:20}{value:.6g}")
 
 

@@ -52,6 +52,9 @@ class World:
         return self.rank, self.size
 
 
+ALONE = World()
+
+
 class LostProcess(RuntimeError):
     """Another process of the run is gone."""
 

@@ -1,4 +1,4 @@
-"""One run: what it is made of, a visible training loop, and the evaluation.
+"""One run: what it is made of, and a visible training loop.
 
 Everything random follows from the seed: the backbone's weights, the head's weights, and for every batch which examples
 it has, their augmentation and dropout, each from a stream of its own.  So two heads with the same seed start from
@@ -28,19 +28,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import backbones, distributed, geometry, metrics, schedules
+from . import backbones, distributed, evaluation, schedules
 from . import data as data_room
 from .config import Config
 from .data.seeded import mix
-from .distributed import Stopped, Watch, World
+from .distributed import ALONE, Stopped, Watch, World
 from .gaussians import param_groups
 from .heads import GSoftmaxHead, LSoftmaxHead, SoftmaxHead
 from .runs import RunFolder, described_before, first_line
 
 HEADS: dict[str, type[nn.Module]] = {"softmax": SoftmaxHead, "lsoftmax": LSoftmaxHead, "gsoftmax": GSoftmaxHead}
-AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-ALONE = World()
-EVALUATED_WHOLE = 1 << 15  # a head with more classes in shards is never put together
 
 
 class Diverged(RuntimeError):
@@ -51,14 +48,19 @@ class Diverged(RuntimeError):
 
 
 class Network(nn.Module):
-    """Backbone and head: images or rows in, the loss out."""
+    """Backbone and head: images or rows in, the loss out.
+
+    build_whole: makes a head like this one, without shards
+    """
 
     backbone: Any
     head: Any
 
-    def __init__(self, backbone: nn.Module, head: nn.Module, feature_scale: float = 1.0) -> None:
+    def __init__(
+        self, backbone: nn.Module, head: nn.Module, feature_scale: float, build_whole: Callable[[], nn.Module]
+    ) -> None:
         super().__init__()
-        self.backbone, self.head, self.feature_scale = backbone, head, feature_scale
+        self.backbone, self.head, self.feature_scale, self.build_whole = backbone, head, feature_scale, build_whole
 
     def h(self, inputs: Tensor) -> Tensor:
         h = self.backbone(inputs)
@@ -66,6 +68,22 @@ class Network(nn.Module):
 
     def forward(self, inputs: Tensor, target: Tensor, **options: Any) -> Tensor:
         return self.head.loss(self.h(inputs), target, **options)
+
+    @property
+    def in_shards(self) -> bool:
+        """Whether every process has some of the head's classes."""
+        return getattr(self.head, "shard", None) is not None
+
+    def whole_head(self) -> Any:
+        """A copy of the head, with all classes in it."""
+        if not self.in_shards:
+            return copy.deepcopy(self.head)
+        head = self.build_whole().to(self.head.weight.device)
+        found = self.head.state_dict()
+        head.load_state_dict(
+            {k: v.full_tensor() if distributed.is_sharded(v) else v for k, v in found.items() if k != "draws"}
+        )
+        return head.eval()
 
 
 def find_head(name: str) -> type[nn.Module]:
@@ -112,6 +130,28 @@ def load_data(config: Config, root: str | os.PathLike[str] | None = None) -> dat
     }
     where = str(distributed.local_device(pick_device(config.device)))
     return _load(config.data, None if root is None else os.fspath(root), where, tuple(options.items()))
+
+
+def _load_others(
+    config: Config, dataset: data_room.Dataset, root: str | os.PathLike[str] | None
+) -> dict[str, data_room.Dataset]:
+    """The data that `config.ood` names, as the network of `dataset` is given them."""
+    specs = str(config.ood).split()
+    if dataset.multilabel:
+        raise ValueError(f"ood is for single-label data, and {dataset.name} is multi-label")
+    if config.head_options.get("shard") and dataset.num_classes > evaluation.EVALUATED_WHOLE:
+        raise ValueError(
+            f"ood needs all outputs in one place, and {dataset.num_classes:,} classes are too many for that"
+        )
+    if config.data in specs:
+        raise ValueError(f"ood must be other data than the {config.data} that is trained on")
+    where = str(dataset.train.y.device)
+    place = None if root is None else os.fspath(root)
+    try:
+        return {spec: data_room.matched(_load(spec, place, where, ()), dataset) for spec in specs}
+    except ValueError as error:
+        several = f" (of {len(specs)}, since spaces stand between several)" if len(specs) > 1 else ""
+        raise ValueError(f"ood{several}: {error}") from None
 
 
 def pick_device(name: str) -> torch.device:
@@ -165,7 +205,9 @@ def build(config: Config, dataset: data_room.Dataset, device: torch.device | Non
         raise ValueError(f"backbone_options of {name}: {str(error).splitlines()[0]}") from None
     torch.manual_seed(mix(config.seed, 2))
     features: Any = backbone.num_features
-    return Network(backbone, build_head(config, dataset, features, device), config.feature_scale)
+    head = build_head(config, dataset, features, device)
+    # a function, because copies of the network share it: a dataset that the network held would be copied too
+    return Network(backbone, head, config.feature_scale, lambda: build_head(config, dataset, features, whole=True))
 
 
 def build_head(
@@ -317,8 +359,7 @@ def _train(
     device = next(parts.network.parameters()).device
     batches, _ = total_steps(config, dataset)
     per_step = config.schedule_every == "step"
-    options, amp = loss_options(config, dataset), _autocast(config, device)
-    in_shards = _has_shards(parts.network)
+    options, amp = loss_options(config), evaluation.autocast(config, device)
     at = Position() if watch is None else _go_on(parts, folder, world)
     clock_start = time.perf_counter() - at.seconds
 
@@ -340,7 +381,7 @@ def _train(
             torch.manual_seed(mix(config.seed, 3, epoch, i, *([world.rank] if world.rank else [])))  # dropout
             step = i % config.accumulate == 0 or i == batches
             # a head with its classes in shards gives the loss of the whole batch on every process
-            weight = 1.0 if in_shards else world.size * _share_of_loss(config, len(target), world)
+            weight = 1.0 if parts.network.in_shards else world.size * _share_of_loss(config, len(target), world)
             with nullcontext() if step else parts.no_sync():
                 with amp():
                     loss = parts.loss(inputs, target, **options)
@@ -379,7 +420,7 @@ def _train(
         if not per_step:
             parts.scheduler.step()
         if config.evaluate_every and epoch % config.evaluate_every == 0 and epoch < config.epochs:
-            row |= evaluate(parts.evaluated(world), dataset, config, config.evaluate_on, world)[0]
+            row |= evaluation.evaluate(parts.evaluated(world), dataset, config, config.evaluate_on, world)[0]
         if folder is not None:
             folder.log(row | {"seconds": time.perf_counter() - clock_start})
         wish = Watch.GO_ON if watch is None else watch.look()
@@ -392,16 +433,16 @@ def _train(
         torch.cuda.synchronize()
     seconds = time.perf_counter() - clock_start
     best = parts.evaluated(world)
-    result, outputs = evaluate(best, dataset, config, config.evaluate_on, world)
+    result, outputs = evaluation.evaluate(best, dataset, config, config.evaluate_on, world)
     stats = None
     if (config.train_geometry or config.ood) and "x" in outputs:
-        stats = class_statistics(best, dataset, config, "train", world)
+        stats = evaluation.class_statistics(best, dataset, config, "train", world)
     if config.train_geometry and stats is not None:
         result |= {f"train_{k}": v for k, v in stats.geometry().average().items()}
         if dataset.num_classes <= 1000:  # what the report draws the training set's Gaussians from; 16 MB at most
             outputs |= {f"train_{k}": v.cpu() for k, v in stats.state_dict().items()}
     if others and stats is not None:
-        result |= _detection(best, dataset, config, outputs, stats, others, world)
+        result |= evaluation.detection(best, config, outputs, stats, others, world)
     result |= {"seconds": seconds, "epochs": config.epochs, "examples_per_second": at.seen / max(seconds, 1e-9)}
     distributed.by_the_first(world, lambda: folder.finish(result, outputs) if folder is not None else None)
     return result
@@ -503,22 +544,21 @@ def prepare(config: Config, dataset: data_room.Dataset, device: torch.device, wo
         sample = next(data_room.eval_batches(dataset, "train", min(5000, len(dataset.train))))[0]
         network.backbone.init_whiten(sample)
     if config.init == "data":
-        fit_gaussians(network, dataset, config, world)
+        evaluation.fit_gaussians(network, dataset, config, world)
     if config.sync_batchnorm and world.size > 1:
         network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
     alone: list[nn.Parameter] = []
     wrapped: Any = network
-    sharded_head = _has_shards(network)
-    if config.ema and world.size > 1 and (sharded_head or config.parallel == "fsdp"):
+    if config.ema and world.size > 1 and (network.in_shards or config.parallel == "fsdp"):
         raise ValueError(f"ema must be 0 with parallel=fsdp and with classes in shards, got {config.ema}")
-    if config.amp == "fp16" and world.size > 1 and (sharded_head or config.parallel == "fsdp"):
+    if config.amp == "fp16" and world.size > 1 and (network.in_shards or config.parallel == "fsdp"):
         raise ValueError("amp must be off or bf16 with parallel=fsdp and with classes in shards, got 'fp16'")
     if world.size > 1 and config.parallel == "fsdp":
         _shard_backbone(network, device)
-        alone = [] if sharded_head else list(network.head.parameters())
+        alone = [] if network.in_shards else list(network.head.parameters())
     average = _average(network, config.ema)
     if world.size > 1 and config.parallel == "ddp":
-        if sharded_head:  # whose gradients are those of all processes already
+        if network.in_shards:  # whose gradients are those of all processes already
             held = [name for name, _ in (*network.named_parameters(), *network.named_buffers())]
             nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
                 network, [name for name in held if name.startswith("head.")]
@@ -555,11 +595,6 @@ def _shard_backbone(network: Network, device: torch.device) -> None:
             if any(True for _ in part.parameters()):
                 fully_shard(part, mesh=mesh)
     fully_shard(network.backbone, mesh=mesh)
-
-
-def _has_shards(network: Network) -> bool:
-    """Whether every process has some of the head's classes."""
-    return getattr(network.head, "shard", None) is not None
 
 
 def _clip(network: nn.Module, limit: float) -> None:
@@ -616,20 +651,11 @@ def _train_batches(
     )
 
 
-def loss_options(config: Config, dataset: data_room.Dataset) -> dict[str, Any]:
+def loss_options(config: Config) -> dict[str, Any]:
     options: dict[str, Any] = {"label_smoothing": config.label_smoothing} if config.label_smoothing else {}
     if config.reduction is not None:
         options["reduction"] = config.reduction
     return options
-
-
-def _autocast(config: Config, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    dtype = AMP[config.amp]
-    if dtype is None:
-        return nullcontext
-    # what a graph records is done again with it: it must not take weights from a cache
-    recorded = config.cuda_graphs and device.type == "cuda"
-    return functools.partial(torch.autocast, device.type, dtype, cache_enabled=not recorded)
 
 
 @contextmanager
@@ -724,229 +750,3 @@ def clock(seconds: float) -> str:
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
-
-
-# --------------------------------------------------------------------------------------------------------- evaluation
-
-
-@torch.no_grad()
-def fit_gaussians(network: Network, dataset: data_room.Dataset, config: Config, world: World = ALONE) -> None:
-    """The paper's data-driven start: Gaussians of x over the training set with the initial weights, in eval mode."""
-    if not hasattr(network.head, "fit_gaussians"):
-        return  # a head without Gaussians: the same recipe serves it
-    network.eval()
-    device = next(network.parameters()).device
-    with _autocast(config, device)():
-        size = max(config.batch_size, 256)
-        batches = data_room.eval_batches(dataset, "train", size, shard=world.share, workers=config.workers)
-        network.head.fit_gaussians(network.h(inputs).float() for inputs, _ in batches)
-
-
-@torch.no_grad()
-def collect(
-    network: Network,
-    dataset: data_room.Dataset,
-    config: Config,
-    part: str,
-    world: World = ALONE,
-    trained_on: data_room.Dataset | None = None,
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """x, p and y of a split, or of this process's share of it, batch by batch.
-
-    The head works in float64, so that no probability rounds to 0 or 1.  `trained_on` has the head's classes where
-    `dataset` has others.
-    """
-    head = _whole_head(network, trained_on or dataset, config).double()
-    for h, y in _features(network, dataset, config, part, world):
-        h = h.double()
-        yield head.features(h).float(), head.predict_proba(h), y
-
-
-def _whole_head(network: Network, dataset: data_room.Dataset, config: Config) -> Any:
-    """A copy of the head, with all classes in it."""
-    if not _has_shards(network):
-        return copy.deepcopy(network.head)
-    head = build_head(config, dataset, network.head.in_features, whole=True).to(network.head.weight.device)
-    found = network.head.state_dict()
-    head.load_state_dict(
-        {k: v.full_tensor() if distributed.is_sharded(v) else v for k, v in found.items() if k != "draws"}
-    )
-    return head.eval()
-
-
-def _features(
-    network: Network, dataset: data_room.Dataset, config: Config, part: str, world: World
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """h and y of this process's share of a split, batch by batch."""
-    network.eval()
-    device = next(network.parameters()).device
-    batches = data_room.eval_batches(
-        dataset,
-        part,
-        _evaluated_at_once(dataset, config),
-        shard=world.share,
-        channels_last=config.channels_last,
-        workers=config.workers,
-    )
-    for inputs, y in batches:
-        with _autocast(config, device)():
-            h = network.h(inputs)
-        yield h, y
-
-
-def _evaluated_at_once(dataset: data_room.Dataset, config: Config) -> int:
-    return config.batch_size if dataset.kind == "files" else max(config.batch_size, 1024)
-
-
-def _shares(dataset: data_room.Dataset, config: Config, part: str, world: World) -> list[Tensor]:
-    """The rows of a split that each process evaluates."""
-    rows = torch.arange(len(dataset.split(part))).split(_evaluated_at_once(dataset, config))
-    return [torch.cat([piece.tensor_split(world.size)[rank] for piece in rows]) for rank in range(world.size)]
-
-
-def evaluate(
-    network: Network, dataset: data_room.Dataset, config: Config, part: str, world: World = ALONE
-) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Metrics of a split, and its outputs: x, p, y and the head's Gaussians where it has them.
-
-    Every process sees its share of the rows; rank 0 computes the metrics of all of them and holds the outputs.
-    """
-    if _has_shards(network) and dataset.num_classes > EVALUATED_WHOLE:
-        return _evaluate_shards(network, dataset, config, part, world)
-    x, p, y = _gathered(network, dataset, config, part, world)
-    outputs = {"x": x, "p": p, "y": y}
-    head = _whole_head(network, dataset, config)
-    for name in ("mu", "sigma"):
-        if isinstance(value := getattr(head, name, None), Tensor):
-            outputs[name] = value.detach().float().cpu().clone()
-
-    def numbers() -> dict[str, float]:
-        stats = geometry.ClassStatistics(dataset.num_classes, multilabel=dataset.multilabel)
-        stats.update(positive_outputs(x), y)
-        return score(x, p, y, dataset.multilabel) | stats.geometry().average()
-
-    return distributed.by_the_first(world, numbers), outputs
-
-
-def _gathered(
-    network: Network,
-    dataset: data_room.Dataset,
-    config: Config,
-    part: str,
-    world: World,
-    trained_on: data_room.Dataset | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """x, p and y of a split on rank 0; on the others those of their share."""
-    found = zip(*collect(network, dataset, config, part, world, trained_on), strict=True)
-    shares = _shares(dataset, config, part, world)
-    x, p, y = (distributed.gather_rows(torch.cat(parts).cpu(), shares, world) for parts in found)
-    return x, p, y
-
-
-def _evaluate_shards(
-    network: Network, dataset: data_room.Dataset, config: Config, part: str, world: World
-) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Error and class geometry where nobody could hold the outputs of all classes; labels and predictions are kept."""
-    from . import sharded
-
-    head, stats = network.head, sharded.ClassStatistics(network.head)
-    found = []
-    with torch.no_grad():
-        for h, y in _features(network, dataset, config, part, world):
-            h = h.to(head.weight.dtype)
-            stats.update(head.features(h), y)
-            found.append((head.predict(h), y))
-    shares = _shares(dataset, config, part, world)
-    predicted, y = (distributed.gather_rows(torch.cat(v).cpu(), shares, world) for v in zip(*found, strict=True))
-    error = distributed.by_the_first(world, lambda: float((predicted != y).double().mean()))
-    return {"error": error} | stats.geometry().average(), {"y": y, "predicted": predicted}
-
-
-def _load_others(
-    config: Config, dataset: data_room.Dataset, root: str | os.PathLike[str] | None
-) -> dict[str, data_room.Dataset]:
-    """The data that `config.ood` names, as the network of `dataset` is given them."""
-    specs = str(config.ood).split()
-    if dataset.multilabel:
-        raise ValueError(f"ood is for single-label data, and {dataset.name} is multi-label")
-    if config.head_options.get("shard") and dataset.num_classes > EVALUATED_WHOLE:
-        raise ValueError(
-            f"ood needs all outputs in one place, and {dataset.num_classes:,} classes are too many for that"
-        )
-    if config.data in specs:
-        raise ValueError(f"ood must be other data than the {config.data} that is trained on")
-    where = str(dataset.train.y.device)
-    place = None if root is None else os.fspath(root)
-    try:
-        return {spec: data_room.matched(_load(spec, place, where, ()), dataset) for spec in specs}
-    except ValueError as error:
-        several = f" (of {len(specs)}, since spaces stand between several)" if len(specs) > 1 else ""
-        raise ValueError(f"ood{several}: {error}") from None
-
-
-def _detection(
-    network: Network,
-    dataset: data_room.Dataset,
-    config: Config,
-    outputs: dict[str, Tensor],
-    stats: geometry.ClassStatistics,
-    others: dict[str, data_room.Dataset],
-    world: World,
-) -> dict[str, float]:
-    """AUROC of telling the evaluated examples of `dataset` from the test split of others, by every score there is.
-
-    stats: of the training set.  All processes collect, the first one ranks.  What cannot be ranked is a warning: the
-    training is worth more.
-    """
-    from . import ood
-
-    known: dict[str, Any] = {"mu": outputs.get("mu"), "sigma": outputs.get("sigma"), "stats": stats}
-    outside = {name: _gathered(network, other, config, "test", world, dataset) for name, other in others.items()}
-
-    def ranked() -> dict[str, float]:
-        try:
-            inside = ood.scores(outputs["x"], outputs["p"], **known)
-            found = {name: ood.detection(inside, ood.scores(x, p, **known)) for name, (x, p, _) in outside.items()}
-        except ValueError as error:
-            warnings.warn(f"ood was left out: {error}", stacklevel=2)
-            return {}
-        return {f"{key} {name}": v for name, of in found.items() for key, v in of.items()}
-
-    return distributed.by_the_first(world, ranked)
-
-
-def class_statistics(
-    network: Network, dataset: data_room.Dataset, config: Config, part: str, world: World = ALONE
-) -> geometry.ClassStatistics:
-    """Mean and deviation of every output for every class of a split, over all processes."""
-    stats = geometry.ClassStatistics(dataset.num_classes, multilabel=dataset.multilabel)
-    for x, _, y in collect(network, dataset, config, part, world):
-        stats.update(positive_outputs(x), y)
-    return stats.sync()
-
-
-def positive_outputs(x: Tensor) -> Tensor:  # (N, C), or (N, 2, L) -> (N, L)
-    return x[:, 1] if x.ndim == 3 else x
-
-
-def score(x: Tensor, p: Tensor, y: Tensor, multilabel: bool) -> dict[str, float]:
-    """The metrics of a test set: error, NLL and ECE, or the multi-label numbers; x also by itself, without the term.
-
-    For the NLL p is held a float64's precision away from 0 and 1, as scikit-learn's log_loss does, so that one certain
-    mistake costs 36 and not infinity.
-    """
-    eps = torch.finfo(torch.float64).eps
-    held = p.double().clamp(eps, 1 - eps)
-    if not multilabel:
-        return {
-            "error": float(metrics.top1_error(p, y)),
-            "error_x": float(metrics.top1_error(x, y)),
-            "nll": float(metrics.negative_log_likelihood(held, y)),
-            "ece": float(metrics.expected_calibration_error(p, y)),
-        }
-    report = metrics.multilabel_report(p, y)
-    numbers = {k: float(v) for k, v in dataclasses.asdict(report).items() if isinstance(v, (int, float))}
-    return numbers | {  # averages over labels
-        "nll": float(metrics.multilabel_negative_log_likelihood(held, y).nanmean()),
-        "ece": float(metrics.multilabel_expected_calibration_error(p, y).nanmean()),
-    }
