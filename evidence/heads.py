@@ -38,9 +38,9 @@ class Handicap(GSoftmaxHead):
 
 
 class Adjusted(SoftmaxHead):
-    """Softmax made for unequal classes: trained on x + log of how frequent a class is, tested on x (Menon et al. 2021).
+    """Softmax made for unequal classes: trained on z + log of how frequent a class is, tested on z (Menon et al. 2021).
 
-    What every class has in advance, x need not learn.  Classes are counted as they come by in training, from one each.
+    What every class has in advance, z need not learn.  Classes are counted as they come by in training, from one each.
 
     >>> head = Adjusted(4, 2)
     >>> h, target = torch.zeros(6, 4), torch.tensor([0, 0, 0, 0, 0, 1])
@@ -56,3 +56,12 @@ class Adjusted(SoftmaxHead):
         if self.training:
             self.seen.index_add_(0, target, torch.ones_like(target, dtype=self.seen.dtype))
         return F.cross_entropy(self(h).float() + (self.seen / self.seen.sum()).log(), target, **options)
+
+
+class AdjustedG(Adjusted, GSoftmaxHead):
+    """The same with the z of G-softmax.
+
+    >>> head = AdjustedG(4, 2, lam=4.0)
+    >>> head.loss(torch.zeros(6, 4), torch.tensor([0, 0, 0, 0, 0, 1])).ndim, head.gaussians.lam
+    (0, 4.0)
+    """
