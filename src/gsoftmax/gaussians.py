@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -113,8 +114,7 @@ class GaussianLogits(nn.Module):
         sigma = _per_class("sigma", sigma, self.num_classes)
         self._check_sigma(sigma)
         self.mu.copy_(mu)
-        # sigma at the floor itself is rho = -inf, from which no gradient returns: keep a little above it.
-        self.rho.copy_((sigma - self.sigma_min).clamp_min(1e-6 * (self.sigma_min or 1e-6)).log())
+        self.rho.copy_((sigma - self.sigma_min).clamp_min(self._low()).log())
 
     @torch.no_grad()
     def fit_gaussians(self, batches: Iterable[Any]) -> GaussianLogits:
@@ -175,16 +175,30 @@ class GaussianLogits(nn.Module):
         shift, m = s1 / n, self.momentum
         var = (1 - m) * sigma.double() ** 2 + m * (s2 / n - m * shift**2)
         seen = torch.isfinite(shift) & torch.isfinite(var) & (n > 0)
-        low = 1e-6 * (self.sigma_min or 1e-6)
-        new = (var.clamp_min(0).sqrt() - self.sigma_min).clamp_min(low).log()
+        new = (var.clamp_min(0).sqrt() - self.sigma_min).clamp_min(self._low()).log()
         mu.copy_(torch.where(seen, mu + m * shift, mu))
         rho.copy_(torch.where(seen, new, rho))
+
+    def _track_in_one_launch(self, x: Tensor, target: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor] | None:
+        """`track` by a kernel where x is on a GPU: mu and sigma after the step, in new tensors.  None: nothing done."""
+        # Triton decides for its interpreter, which has kernels run on the CPU, by the same variable.
+        if torch.compiler.is_compiling() or not (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+            return None
+        kernel = _kernel()
+        if kernel is None or _processes() > 1 or not kernel.supported(x, target, self.mu, self.rho):
+            return None
+        x = x.detach() if x.ndim == 2 else _rows(x.detach(), self.num_classes)
+        target = None if target is None else target.reshape(-1)
+        return kernel.track(x, target, self.mu, self.rho, self.momentum, self.sigma_min, self._low(), ignore_index)
 
     def current(self, x: Tensor, target: Tensor | None = None, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
         """mu and sigma to use on x, in the dtype of the arithmetic; tracked Gaussians take their step first, over the
         rows whose class index in `target` is not to be ignored."""
         if self.gaussians == "tracked" and self.training and torch.is_grad_enabled():
             indices = None if target is None or target.is_floating_point() else target
+            after = self._track_in_one_launch(x, indices, ignore_index)
+            if after is not None:
+                return functional._gaussians(x, *after, self.lam)
             self.track(x.detach(), None if indices is None else indices.ne(ignore_index))
         mu, sigma = functional._gaussians(x, self.mu, self.sigma, self.lam)
         # a later step writes over the buffer, which a pending backward pass may still need
@@ -204,6 +218,10 @@ class GaussianLogits(nn.Module):
         if self.gaussians == "tracked":
             text += f", momentum={self.momentum:g}"
         return text + (f", lr_mult={self.lr_mult:g}" if self.lr_mult != 1 else "")
+
+    def _low(self) -> float:
+        """The smallest exp(rho): sigma at the floor itself is rho = -inf, from which no gradient returns."""
+        return 1e-6 * (self.sigma_min or 1e-6)
 
     def _check_sigma(self, sigma: Tensor) -> None:
         if not bool((sigma > self.sigma_min).all()):
@@ -267,6 +285,16 @@ def _rows(x: Tensor, classes: int) -> Tensor:
 
 def _processes() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+@functools.lru_cache
+def _kernel() -> Any:
+    """The module with the step of tracked Gaussians as one kernel; None where there is no Triton."""
+    try:
+        from .kernels import triton_track
+    except ImportError:
+        return None
+    return triton_track
 
 
 _Moments = tuple[Tensor, Tensor, Tensor]
