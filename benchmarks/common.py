@@ -86,8 +86,9 @@ def provenance() -> dict[str, Any]:
     info: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join(["python", "-m", _module(), *(a for a in sys.argv[1:] if "/" not in a and a != "--out")]),
-        "commit": _output("git", "rev-parse", "--short=12", "HEAD"),
-        "uncommitted changes": bool(_output("git", "status", "--porcelain")),
+        # COMMIT: for a copy of the tree without its history
+        "commit": os.environ.get("COMMIT") or _output("git", "rev-parse", "--short=12", "HEAD"),
+        "uncommitted changes": "COMMIT" not in os.environ and bool(_output("git", "status", "--porcelain")),
         "platform": platform.platform(),
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
