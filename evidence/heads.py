@@ -48,6 +48,8 @@ class Adjusted(SoftmaxHead):
     (0, tensor([6., 2.]))
     """
 
+    seen: Tensor
+
     def __init__(self, in_features: int, num_classes: int, **options: Any) -> None:
         super().__init__(in_features, num_classes, **options)
         self.register_buffer("seen", torch.ones(num_classes))
