@@ -23,6 +23,46 @@ def test_the_pages_say_what_the_rows_say():
         assert tables.MARKS.search(found)
 
 
+def test_the_words_above_the_tables_say_what_the_rows_say():
+    found = tables.read()
+    of = {(name, d.setting, d.metric): d.test for name, pair in found.items() for d in tables.differences(*pair)}
+    chosen = of["cifar10", "G λ=0.5 (0, 4), chosen", "error"]
+    own = [
+        of["cifar10", f"G λ={lam} (0, 1){how}", "error"].difference for lam in ("0.5", "1") for how in ("", ", fixed")
+    ]
+    calm = [f"G λ={lam}" for lam in ("0.5 (0, 4), chosen", "1 (0, 1), fixed", "0.5 (0, 1), fixed")]
+    nll, ece = ([-of["cifar10", setting, metric].difference for setting in calm] for metric in ("nll", "ece"))
+    unequal = -of["imbalance-again", "G λ=4 (0, 1), chosen", "error"].difference
+    told = -of["imbalance-again", "softmax, adjusted", "error"].difference
+    added = of["imbalance-adjusted", "G λ=4 (0, 1), adjusted", "error"]
+    mosaic = [of["mosaic", "G λ=4, paired, chosen", metric] for metric in ("C_F1_mean", "O_F1", "mAP")]
+    steps = [v["ratio"] for head, v in tables.read_cost()["heads"].items() if head.startswith("G ")]
+    assert added.low < 0 < added.high and mosaic[2].low < 0 < mosaic[2].high and {n.n for n in mosaic} == {20}
+    assert chosen.n == 100 and f"{mosaic[0].difference:.1f}" == f"{mosaic[1].difference:.1f}"
+    phrases = (
+        f"differs by {chosen.difference:+.2f} points, with an interval from {chosen.low:+.2f} to {chosen.high:+.2f}",
+        f"own differ by {min(own):+.2f} to {max(own):+.2f}, and tracked Gaussians by "
+        f"{of['cifar10', 'G λ=1, tracked', 'error'].difference:+.2f}",
+        f"the error is {unequal:.1f} points lower than softmax's",
+        f"and {-of['imbalance-longer', 'G λ=4 (0, 1)', 'error'].difference:.1f} points when both are trained four",
+        f"how frequent the classes are is {told:.1f} points lower",
+        f"{of['scene', 'G λ=16, paired, chosen', 'mAP'].difference:.1f} points of mAP on `scene` with λ = 16",
+        f"no difference in mAP, and {mosaic[0].difference:.1f} points of the F1s with λ = 4",
+        f"NLL (by {min(nll):.3f} to {max(nll):.3f}) and ECE (by {min(ece):.1f} to {max(ece):.1f} points)",
+        f"`cifar10-fast` is {100 * (1 - max(steps)):.0f} % shorter",
+    )
+    page = " ".join((tables.PAGES[0]).read_text("utf-8").split())
+    for phrase in phrases:
+        assert phrase in page, phrase
+    readme = " ".join((tables.PAGES[1]).read_text("utf-8").split())
+    for phrase in (
+        f"{chosen.difference:+.2f} points of error, between {chosen.low:+.2f} and {chosen.high:+.2f}",
+        f"was {unequal:.1f} points better on CIFAR-10, where telling softmax how frequent the classes are was worth "
+        f"{told:.1f},",
+    ):
+        assert phrase in readme, phrase
+
+
 def test_the_figures_show_what_the_rows_say():
     assert figures.outdated(figures.drawn()) == [], "make evidence-tables"
 
