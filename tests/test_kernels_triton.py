@@ -6,6 +6,7 @@ What runs where is in `interpreter.py`.
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -447,6 +448,22 @@ def check_what_is_supported():
     seen = []
     torch.func.vmap(lambda v: seen.append(triton_ce.supported(v, target, mu, sigma)) or v)(x[None])
     assert "torch.func" in seen[0]
+
+
+def check_a_gpu_that_runs_no_kernel_is_passed_over(monkeypatch):
+    class Broken:
+        def __getitem__(self, grid):
+            raise RuntimeError("Failed to find C compiler.\nand more")
+
+    device = torch.device(DEVICE)
+    assert triton_ce.cannot_run.__wrapped__(device) == ""
+    monkeypatch.setattr(triton_ce, "_reduce_kernel", Broken())
+    with pytest.warns(UserWarning, match="Failed to find C compiler.; slower ways are taken"):
+        why = triton_ce.cannot_run.__wrapped__(device)
+    assert why == f"Triton cannot run kernels on {device}: Failed to find C compiler."
+    monkeypatch.setattr(triton_ce, "cannot_run", lambda device: f"nothing runs on {device}")
+    x = SimpleNamespace(is_cuda=True, dtype=torch.float32, device=torch.device("cuda:3"), numel=lambda: 1)
+    assert triton_ce.supported(x, None) == "nothing runs on cuda:3"
 
 
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 3e-6), ("bfloat16", 1.5e-2), ("float16", 2e-3)])

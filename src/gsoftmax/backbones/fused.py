@@ -427,6 +427,7 @@ def usable(x: Tensor) -> bool:
         and not torch._C._are_functorch_transforms_active()
         and torch._C._len_torch_dispatch_stack() == 0
         and forward_ad._current_level < 0
+        and not (x.is_cuda and triton_ce.cannot_run(x.device))
     )
 
 

@@ -34,6 +34,7 @@ its row's loss and gradient are NaN.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, wraps
@@ -920,6 +921,8 @@ def supported(
     ):
         return "torch.func, forward-mode or tracing is at work"
     device = x.device
+    if eager and x.is_cuda and (why := cannot_run(device)):
+        return why
     for i, v in enumerate((x, target, mu, sigma, weight)):
         if v is None:
             continue
@@ -930,6 +933,30 @@ def supported(
     if target.requires_grad or (weight is not None and weight.requires_grad):
         return "a gradient for target or weight is wanted"
     return ""
+
+
+@lru_cache
+def cannot_run(device: torch.device) -> str:
+    """Why no kernel runs on this GPU, in a few words, found by running one; "" where they do.
+
+    Triton can be there without what it needs: a C compiler, Python's headers, a folder to write to, a recent GPU.
+    """
+    try:
+        with torch.no_grad():
+            _run_one(torch.zeros((2, 1), device=device))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        why = f"Triton cannot run kernels on {device}: {first}"
+        warnings.warn(f"{why}; slower ways are taken instead", stacklevel=2)
+        return why
+    return ""
+
+
+@_on_its_device
+def _run_one(rows: Tensor) -> None:
+    _reduce_kernel[(1,)](rows, rows, rows, 1, 0, False, 16)
 
 
 def prefer_plain_when_compiling(x: Tensor) -> bool:

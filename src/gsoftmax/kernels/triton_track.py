@@ -120,7 +120,7 @@ def supported(x: Tensor, target: Tensor | None, mu: Tensor, rho: Tensor) -> bool
         return False
     if not x.is_cuda and not (triton_ce.INTERPRETED and x.device.type == "cpu"):
         return False
-    if x.dtype not in triton_ce._DTYPES or x.numel() == 0:
+    if x.dtype not in triton_ce._DTYPES or x.numel() == 0 or (x.is_cuda and triton_ce.cannot_run(x.device)):
         return False
     classes = x.shape[min(1, x.ndim - 1)]
     rows = x.numel() // classes
