@@ -32,7 +32,7 @@ def inputs(dtype=torch.float32, kind="index", bias=True):
     mu, sigma = torch.randn(C, generator=generator, dtype=wide), torch.rand(C, generator=generator, dtype=wide) + 0.3
     if kind == "index":
         target = torch.randint(0, C, (N,), generator=generator)
-        target[7] = -100
+        target[[3, 5, 7]] = torch.tensor([0, C - 1, -100])
     else:
         target = torch.softmax(torch.randn(N, C, generator=generator, dtype=wide), 1)
     return [h, weight, b, mu, sigma], target
@@ -97,22 +97,25 @@ def test_half_precision(path, dtype, tolerance, reduction):
     compare(values, target, (1.0, None, -100, reduction, 0.0), path, tolerance)
 
 
+class Largest(TorchDispatchMode):
+    """How large the largest tensor was."""
+
+    size = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for v in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(v, torch.Tensor) and v.device.type != "meta":
+                self.size = max(self.size, v.numel())
+        return out
+
+
 def test_x_never_exists_whole():
-    class Largest(TorchDispatchMode):
-        size = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            out = function(*args, **(kwargs or {}))
-            for v in out if isinstance(out, (tuple, list)) else [out]:
-                if isinstance(v, torch.Tensor) and v.device.type != "meta":
-                    Largest.size = max(Largest.size, v.numel())
-            return out
-
     values, target = inputs()
-    with Largest():
+    with Largest() as largest:
         loss, _ = ours(values, target, 1.0, None, -100, "mean", 0.0, "chunked")
         loss.backward()
-    assert 5 * C <= Largest.size <= 3 * 5 * C < N * C  # pure torch has three tables of a chunk's size
+    assert 5 * C <= largest.size <= 3 * 5 * C < N * C  # pure torch has three tables of a chunk's size
 
 
 def test_chunks_are_even_and_cover_all_rows():
@@ -228,3 +231,103 @@ def test_mistakes_are_named(path):
     target[20] = 31
     with pytest.raises(ValueError, match="target must lie between 0 and 30 .* got 31"):
         ours(values, target, 1.0, None, -100, "mean", 0.0, path)
+
+
+# ------------------------------------------------------------------------------------------------------------ a margin
+
+
+def margin_loss(function, h, weight, target, *rest, **options):
+    leaves = [v.clone().requires_grad_() for v in (h, weight)]
+    loss = function(*leaves, target, *rest, **options)
+    return loss.detach(), torch.autograd.grad(loss, leaves, (torch.arange(N) / N + 1).to(loss) if loss.ndim else None)
+
+
+def whole(h, weight, target, margin, anneal, class_weight=None, **options):
+    z = functional.large_margin_logits(h, weight, target, margin, anneal)
+    return F.cross_entropy(z, target, None if class_weight is None else class_weight.to(z.dtype), **options)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("margin, anneal", [(1, 0.0), (2, 0.0), (3, 2.5), (4, torch.tensor(0.5))])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reduction": "none"}, {"reduction": "sum", "label_smoothing": 0.2}, {"class_weight": True}],
+    ids=str,
+)
+def test_a_margin_chunk_by_chunk_is_that_of_all_logits(path, margin, anneal, options):
+    (h, weight, *_), target = inputs()
+    if options.get("class_weight"):
+        options = {"class_weight": torch.rand(C) + 0.1}
+    got, gradients = margin_loss(
+        functional.large_margin_cross_entropy, h, weight, target, margin, anneal, impl=path, **options
+    )
+    expected, exact_gradients = margin_loss(whole, h.double(), weight.double(), target, margin, anneal, **options)
+    torch.testing.assert_close(got.double(), expected, rtol=3e-6, atol=3e-6)
+    for a, b in zip(gradients, exact_gradients, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_margin_in_half_precision(dtype, tolerance, reduction):
+    (h, weight, *_), target = inputs(dtype)
+    options = {"reduction": reduction}
+    got, gradients = margin_loss(functional.large_margin_cross_entropy, h, weight, target, 2, impl="chunked", **options)
+    expected, exact_gradients = margin_loss(whole, h.double(), weight.double(), target, 2, 0.0, **options)
+    assert got.dtype is dtype and {g.dtype for g in gradients} == {dtype}
+    for a, b in zip((got, *gradients), (expected, *exact_gradients), strict=True):
+        assert (a.double() - b).norm() <= tolerance * b.norm()
+
+
+def test_a_margin_far_from_the_label_keeps_its_digits():
+    """Others lose to the label by 60 before the margin, and win by 60 with it: their share must not round to 0."""
+    h, weight = torch.tensor([[60.0, 0.0]]).repeat(N, 1), torch.cat([torch.eye(2), torch.zeros(C - 2, 2)])
+    weight[0] = torch.tensor([1.0, 0.2])
+    target = torch.zeros(N, dtype=torch.long)
+    got, gradients = margin_loss(functional.large_margin_cross_entropy, h, weight, target, 4, impl="chunked")
+    expected, exact_gradients = margin_loss(whole, h.double(), weight.double(), target, 4, 0.0)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=0.0)
+    for a, b in zip(gradients, exact_gradients, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-6)
+
+
+def test_the_logits_of_a_margin_never_exist_whole():
+    values, target = inputs(bias=False)
+    own = torch.randn(N, requires_grad=True)
+    with Largest() as largest:
+        loss, _ = ours(values, target, 0.0, None, -100, "mean", 0.0, "chunked", own)
+        loss.backward()
+    assert 5 * C <= largest.size <= 3 * 5 * C < N * C and own.grad.count_nonzero() == N - 1  # one row does not count
+    h, weight, _, mu, sigma = values  # which need no gradient now
+    rest = (mu, sigma, 0.0, None, -100, "mean", 0.0, "chunked", own)
+    (alone,) = torch.autograd.grad(linear.linear_cross_entropy(h, weight, None, target, *rest), own)
+    assert torch.equal(alone, own.grad)
+
+
+def test_a_margin_can_be_differentiated_twice():
+    (h, weight, *_), target = inputs(torch.float64)
+
+    def loss(h, weight):
+        return functional.large_margin_cross_entropy(h, weight, target, 2, 1.0, impl="chunked")
+
+    leaves = [v.clone().requires_grad_() for v in (h, weight)]
+    assert torch.autograd.gradcheck(loss, leaves, atol=1e-6)
+    assert torch.autograd.gradgradcheck(loss, leaves, atol=1e-5)
+
+
+def test_a_head_with_a_margin_takes_chunks_where_outputs_are_many(monkeypatch):
+    from gsoftmax import kernels
+    from gsoftmax.heads import LSoftmaxHead
+
+    (h, weight, *_), target = inputs()
+    found = {}
+    for name, limit in (("whole", 1 << 40), ("chunks", 0)):
+        monkeypatch.setattr(kernels, "LARGE_LINEAR", {"cpu": limit, "cuda": limit})
+        head = LSoftmaxHead(D, C, margin=3, anneal_start=1.0)
+        head.weight.data.copy_(weight)
+        loss = head.loss(h, target)
+        loss.backward()
+        found[name] = (loss.detach(), head.weight.grad, head.eval().loss(h, target).detach())
+        assert int(head.steps) == 1
+    for a, b in zip(*found.values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6)

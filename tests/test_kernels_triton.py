@@ -466,6 +466,24 @@ def check_a_gpu_that_runs_no_kernel_is_passed_over(monkeypatch):
     assert triton_ce.supported(x, None) == "nothing runs on cuda:3"
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def check_a_margin_chunk_by_chunk(monkeypatch, reduction):
+    monkeypatch.setattr(linear, "CHUNK", {"cpu": 100, "cuda": 100})
+    _, target, _, _ = table(23, 31)
+    h, weight = (torch.randn(s, device=DEVICE) for s in ((23, 5), (31, 5)))
+    leaves = [v.clone().requires_grad_() for v in (h, weight)]
+    options = {"reduction": reduction, "label_smoothing": 0.1}
+    loss = functional.large_margin_cross_entropy(*leaves, target, 3, 0.5, impl="triton", **options)
+    exact_leaves = [v.double().requires_grad_() for v in (h, weight)]
+    expected = F.cross_entropy(functional.large_margin_logits(*exact_leaves, target, 3, 0.5), target, **options)
+    grad = torch.rand(expected.shape, device=DEVICE)
+    loss.backward(grad)
+    expected.backward(grad.double())
+    close_loss(loss.detach(), expected.detach(), 3e-6)
+    for a, b in zip(leaves, exact_leaves, strict=True):
+        close(a.grad, b.grad, 1e-5)
+
+
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 3e-6), ("bfloat16", 1.5e-2), ("float16", 2e-3)])
 @pytest.mark.parametrize(
     "options", [{}, {"reduction": "none", "smoothing": 0.1}, {"lam": 0.0, "reduction": "sum"}], ids=str

@@ -36,6 +36,7 @@ __all__ = [
     "gsoftmax",
     "gsoftmax_cross_entropy",
     "gsoftmax_logits",
+    "large_margin_cross_entropy",
     "large_margin_logits",
     "linear_gsoftmax_cross_entropy",
     "multilabel_cross_entropy",
@@ -302,6 +303,59 @@ def large_margin_logits(
     >>> large_margin_logits(h, weight, torch.tensor([0]), margin=2)
     tensor([[1.4000, 3.0000]])
     """
+    _check_margin(h, weight, target, margin, anneal, ignore_index)
+    logits = F.linear(h, weight)
+    if margin == 1:
+        return logits
+    row = torch.where(target == ignore_index, 0, target).long()
+    hard = _label_logits(h, weight, row, margin, anneal)
+    return logits.scatter(1, row[:, None], hard[:, None].to(logits.dtype))
+
+
+def large_margin_cross_entropy(
+    h: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    margin: int,
+    anneal: float | Tensor = 0.0,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    impl: str = "auto",
+) -> Tensor:
+    """Cross entropy of `large_margin_logits`; where they are many, no more than a chunk of rows of them exists.
+
+    h: (..., D); weight: (C, D); target: class indices (...).
+
+    >>> h, weight = torch.tensor([[4.0, 3.0]]), torch.eye(2)
+    >>> large_margin_cross_entropy(h, weight, torch.tensor([0]), margin=2)
+    tensor(1.7839)
+    """
+    h, target, shape = _flatten_linear(h, weight, target, None)
+    _check_margin(h, weight, target, margin, anneal, ignore_index)
+    options = (class_weight, ignore_index, reduction, label_smoothing)
+    hard = None
+    if margin > 1:
+        row = torch.where(target == ignore_index, 0, target).long()
+        hard = _label_logits(h, weight, row, margin, anneal)
+    autocast = torch.is_autocast_enabled(h.device.type)
+    dtype = torch.get_autocast_dtype(h.device.type) if autocast else h.dtype
+    mu, sigma = _gaussians_for(weight.shape[0], dtype, h.device, 0.0, 1.0, 0.0)
+    loss = kernels.linear_cross_entropy(h, weight, None, target, mu, sigma, 0.0, *options, impl, own=hard)
+    if loss is None:
+        z = F.linear(h, weight)
+        if hard is not None:
+            z = z.scatter(1, row[:, None], hard[:, None].to(z.dtype))
+        _check_cross_entropy(z, target, *options)
+        loss = _softmax_cross_entropy(z, target, *options)
+    return loss.reshape(shape) if reduction == "none" else loss
+
+
+def _check_margin(
+    h: Tensor, weight: Tensor, target: Tensor, margin: int, anneal: float | Tensor, ignore_index: int
+) -> None:
     if margin not in (1, 2, 3, 4) or isinstance(margin, bool):
         raise ValueError(f"margin must be 1, 2, 3 or 4, got {margin!r}")
     if not isinstance(anneal, Tensor) and not 0 <= anneal < math.inf:
@@ -317,13 +371,15 @@ def large_margin_logits(
             f"got {tuple(target.shape)} of {target.dtype} for h of {tuple(h.shape)}"
         )
     _check_labels(target, weight.shape[0], ignore_index)
-    logits = F.linear(h, weight)
-    if margin == 1:
-        return logits
+
+
+def _label_logits(h: Tensor, weight: Tensor, row: Tensor, margin: int, anneal: float | Tensor) -> Tensor:
+    """What a margin makes of the label's output, (batch,), in the dtype of the arithmetic."""
     with torch.autocast(h.device.type, enabled=False):
-        h, weight, dtype = h.to(_compute_dtype(h)), weight.to(_compute_dtype(h)), logits.dtype
-        row = torch.where(target == ignore_index, 0, target).long()
-        w = weight.index_select(0, row)  # (batch, features)
+        dtype = _compute_dtype(h)
+        # A GPU sums the gradients of a class's rows in float32 whatever the weight is; a CPU does not.
+        w = F.embedding(row, weight if weight.is_cuda else weight.to(dtype)).to(dtype)  # (batch, features)
+        h = h.to(dtype)
         n = w.norm(dim=1) * h.norm(dim=1)
         s = (w * h).sum(dim=1)
         c = (s / n.clamp_min(torch.finfo(n.dtype).tiny)).clamp(-1, 1)
@@ -331,8 +387,7 @@ def large_margin_logits(
         k = sum((c.detach() < math.cos(i * math.pi / margin)).to(c.dtype) for i in range(1, margin))
         cos_m = {2: lambda: 2 * c**2 - 1, 3: lambda: 4 * c**3 - 3 * c, 4: lambda: 8 * c**4 - 8 * c**2 + 1}[margin]()
         psi = (1 - 2 * (k % 2)) * cos_m - 2 * k
-        hard = (anneal * s + n * psi) / (1 + anneal)
-    return logits.scatter(1, row[:, None], hard[:, None].to(dtype))
+        return (anneal * s + n * psi) / (1 + anneal)
 
 
 # ------------------------------------------------------------------------------------- the same without checks, shared

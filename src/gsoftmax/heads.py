@@ -290,6 +290,7 @@ class LSoftmaxHead(SoftmaxHead):
         anneal_end: float = 0.0,
         anneal_steps: int = 10_000,
         form: str | None = None,
+        impl: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -305,7 +306,7 @@ class LSoftmaxHead(SoftmaxHead):
                 raise ValueError(f"{name} must be 0 or more and finite, got {v!r}")
         if anneal_steps < 1:
             raise ValueError(f"anneal_steps must be 1 or more, got {anneal_steps!r}")
-        super().__init__(in_features, num_classes, bias=False, device=device, dtype=dtype)
+        super().__init__(in_features, num_classes, bias=False, impl=impl, device=device, dtype=dtype)
         self.margin = margin
         self.anneal_start = anneal_start
         self.anneal_end = anneal_end
@@ -348,11 +349,20 @@ class LSoftmaxHead(SoftmaxHead):
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> Tensor:
-        z = self.forward(h, target, ignore_index=ignore_index)
-        flat, rows = z.reshape(-1, self.num_classes), target.reshape(-1)
-        functional._check_cross_entropy(flat, rows, class_weight, ignore_index, reduction, label_smoothing)
-        loss = functional._softmax_cross_entropy(flat, rows, class_weight, ignore_index, reduction, label_smoothing)
-        return loss.view(target.shape) if reduction == "none" else loss
+        options: dict[str, Any] = {
+            "class_weight": class_weight,
+            "ignore_index": ignore_index,
+            "reduction": reduction,
+            "label_smoothing": label_smoothing,
+        }
+        if not self.training:
+            return super().loss(h, target, **options)
+        loss = functional.large_margin_cross_entropy(
+            h, self.weight, target, self.margin, self._anneal(), impl=self.impl, **options
+        )
+        if torch.is_grad_enabled():
+            self.steps += 1
+        return loss
 
     def extra_repr(self) -> str:
         anneal = f"{self.anneal_start:g} to {self.anneal_end:g} in {self.anneal_steps} steps"

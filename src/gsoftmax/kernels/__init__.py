@@ -156,6 +156,7 @@ def linear_cross_entropy(
     reduction: str,
     label_smoothing: float,
     impl: str,
+    own: Tensor | None = None,
 ) -> Tensor | None:
     """The same for `linear_gsoftmax_cross_entropy`; None: make x and take what `cross_entropy` takes."""
     path, _ = _choose_linear(h, weight, bias, target, mu, sigma, lam, class_weight, impl)
@@ -164,7 +165,7 @@ def linear_cross_entropy(
     from . import linear
 
     return linear.linear_cross_entropy(
-        h, weight, bias, target, mu, sigma, lam, class_weight, ignore_index, reduction, label_smoothing, path
+        h, weight, bias, target, mu, sigma, lam, class_weight, ignore_index, reduction, label_smoothing, path, own
     )
 
 

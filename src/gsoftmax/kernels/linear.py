@@ -10,6 +10,9 @@ reduction="none" and in float16, where a loss scale is to lift what would be rou
 again, a fourth product.
 
 A chunk has as many rows as h has columns, or more, so that adding to dW costs no more than making it.
+
+A margin, as that of L-softmax, changes the output of the label alone: `own` takes its place in x, and the gradient
+there goes to `own` and no further.
 """
 
 from __future__ import annotations
@@ -43,10 +46,12 @@ def linear_cross_entropy(
     reduction: str,
     label_smoothing: float,
     path: str,
+    own: Tensor | None = None,  # (N,)
 ) -> Tensor:
     """Cross entropy of G-softmax on x = linear(h, weight, bias), of which no more than a chunk of rows exists.
 
     `path` is who turns a chunk of x into losses and gradients: "triton", "native" or "chunked" (pure torch).
+    `own` is what the label's own output is instead, where targets are class indices.
 
     >>> h, weight, target = torch.eye(2), torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 1])
     >>> mu, sigma = torch.zeros(2), torch.ones(2)
@@ -67,7 +72,7 @@ def linear_cross_entropy(
     options = (lam, ignore_index, reduction, label_smoothing, path)
     # Outside of the chunks nothing is left for autocast to do.
     with torch.autocast(device, enabled=False):
-        loss = _LinearCrossEntropy.apply(h, weight, bias, mu, sigma, target, class_weight, options)
+        loss = _LinearCrossEntropy.apply(h, weight, bias, mu, sigma, own, target, class_weight, options)
     return functional._loss_dtype(loss, h)
 
 
@@ -80,26 +85,29 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         mu: Tensor,
         sigma: Tensor,
+        own: Tensor | None,
         target: Tensor,
         class_weight: Tensor | None,
         options: tuple[Any, ...],
     ) -> Tensor:
         early = options[2] != "none" and h.dtype is not torch.float16
-        want = ctx.needs_input_grad[:5] if early else (False,) * 5
+        want = ctx.needs_input_grad[:6] if early else (False,) * 6
         factor, divisor = _factor(target, class_weight, weight.shape[0], sigma.dtype, options)
-        rows, gradients = _chunk_by_chunk(h, weight, bias, mu, sigma, target, class_weight, options, factor, want)
+        given = (h, weight, bias, mu, sigma, own, target, class_weight)
+        rows, gradients = _chunk_by_chunk(*given, options, factor, want)
         ctx.early, ctx.options = early, options
-        ctx.save_for_backward(h, weight, bias, mu, sigma, target, class_weight, *gradients)
+        ctx.save_for_backward(*given, *gradients)
         if options[2] == "none":
             return rows
         return rows.sum() if options[2] == "sum" else rows.sum() / divisor
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        h, weight, bias, mu, sigma, target, class_weight, *gradients = ctx.saved_tensors
-        want = ctx.needs_input_grad[:5]
+        h, weight, bias, mu, sigma, own, target, class_weight, *gradients = ctx.saved_tensors
+        given = (h, weight, bias, mu, sigma, own, target, class_weight)
+        want = ctx.needs_input_grad[:6]
         if torch.is_grad_enabled():  # create_graph: the gradient is differentiated again
-            gradients = _plain_gradients(grad, h, weight, bias, mu, sigma, target, class_weight, ctx.options, want)
+            gradients = _plain_gradients(grad, *given, ctx.options, want)
         elif ctx.early:
             # Not in place: a graph that is retained needs them again.
             gradients = [None if g is None else g * grad.to(g.dtype) for g in gradients]
@@ -107,9 +115,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             with torch.autocast(grad.device.type, enabled=False):
                 factor, _ = _factor(target, class_weight, weight.shape[0], sigma.dtype, ctx.options)
                 factor = grad.to(factor.dtype) * factor
-                _, gradients = _chunk_by_chunk(
-                    h, weight, bias, mu, sigma, target, class_weight, ctx.options, factor, want
-                )
+                _, gradients = _chunk_by_chunk(*given, ctx.options, factor, want)
         return *gradients, None, None, None
 
 
@@ -149,13 +155,14 @@ def _chunk_by_chunk(
     bias: Tensor | None,
     mu: Tensor,
     sigma: Tensor,
+    own: Tensor | None,
     target: Tensor,
     class_weight: Tensor | None,
     options: tuple[Any, ...],
     factor: Tensor,  # () or (N,)
     want: tuple[bool, ...],
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Losses of rows (N,), and the gradients of h, weight, bias, mu and sigma; None for those that are not wanted."""
+    """Losses of rows (N,), and the gradients of h, weight, bias, mu, sigma and own; None for those not wanted."""
     (n, d), c = h.shape, weight.shape[0]
     losses = torch.empty(n, dtype=sigma.dtype, device=h.device)
     dh = torch.empty_like(h) if want[0] else None
@@ -163,6 +170,7 @@ def _chunk_by_chunk(
     dbias = torch.zeros(c, dtype=sigma.dtype, device=h.device) if want[2] else None
     dmu = torch.zeros_like(mu) if want[3] else None
     dsigma = torch.zeros_like(sigma) if want[4] else None
+    down = torch.empty_like(own) if own is not None and want[5] else None
     buffer: Tensor | None = None
     exact = 4 * c * d <= FLOAT32_SUM
     for at in _chunks(n, d if exact else 2 * d, c, h.device.type):
@@ -173,11 +181,18 @@ def _chunk_by_chunk(
             torch.mm(h[at], weight.t(), out=x)
         else:
             torch.addmm(bias, h[at], weight.t(), out=x)
+        if own is not None:
+            labels = _columns(target[at], options[1], c)
+            x.scatter_(1, labels, own[at, None].to(x.dtype))
         losses[at], dx, dmu_part, dsigma_part = _loss_and_gradient_(
             x, target[at], mu, sigma, class_weight, options, factor[at] if factor.ndim else factor,
-            any(want[:3]), want[3], want[4],
+            any(want[:3]) or want[5], want[3], want[4],
         )  # fmt: skip
         if dx is not None:
+            if own is not None:
+                if down is not None:
+                    down[at] = dx.gather(1, labels).squeeze(1)
+                dx.scatter_(1, labels, 0.0)
             if dh is not None:
                 torch.mm(dx, weight, out=dh[at])
             if want[1]:
@@ -193,7 +208,12 @@ def _chunk_by_chunk(
         dweight = dweight.to(weight.dtype)
     if dbias is not None and bias is not None:
         dbias = dbias.to(bias.dtype)
-    return losses, [dh, dweight, dbias, dmu, dsigma]
+    return losses, [dh, dweight, dbias, dmu, dsigma, down]
+
+
+def _columns(target: Tensor, ignore_index: int, classes: int) -> Tensor:
+    """Where `own` goes, (rows, 1); rows that do not count, and labels that are out of range, take any column."""
+    return torch.where(target == ignore_index, 0, target).clamp(0, classes - 1).long()[:, None]
 
 
 def _loss_and_gradient_(
@@ -248,6 +268,7 @@ def _plain_gradients(
     bias: Tensor | None,
     mu: Tensor,
     sigma: Tensor,
+    own: Tensor | None,
     target: Tensor,
     class_weight: Tensor | None,
     options: tuple[Any, ...],
@@ -257,9 +278,11 @@ def _plain_gradients(
     from .. import functional
 
     lam, ignore_index, reduction, label_smoothing, _ = options
-    inputs = [v for v, wanted in zip((h, weight, bias, mu, sigma), want, strict=True) if wanted and v is not None]
+    inputs = [v for v, wanted in zip((h, weight, bias, mu, sigma, own), want, strict=True) if wanted and v is not None]
     with torch.enable_grad():
         x = F.linear(h, weight, bias)
+        if own is not None:
+            x = x.scatter(1, _columns(target, ignore_index, weight.shape[0]), own[:, None].to(x.dtype))
         loss = functional._cross_entropy(
             x, target, mu, sigma, lam, class_weight, ignore_index, reduction, label_smoothing, "plain"
         )
