@@ -39,7 +39,7 @@ def plot(path: Path = PLOT) -> None:
     axes.axvline(1, color="black", linewidth=1)
     axes.set(xlabel="time over plain cross entropy, forward and backward", xlim=(0, 1.15 * max(b[2] for b in found)))
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(drawn.values(), drawn.keys(), frameon=False, loc="center right", fontsize=9)
+    axes.legend(drawn.values(), drawn.keys(), frameon=False, loc="lower right", fontsize=9)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
