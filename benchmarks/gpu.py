@@ -736,7 +736,7 @@ def check_linear(checks: Checks) -> None:
 
 def tune(deadline: float) -> dict[str, Any]:
     """Times of many plans; the best of each, as lines for TUNED."""
-    from gsoftmax.kernels.triton_ce import Plan
+    from gsoftmax.kernels.launching import Plan
 
     shapes = {
         "forward": [(1, 512, 1), (1, 1024, 1), (2, 512, 1), (4, 256, 1), (1, 1024, 2), (1, 2048, 2), (1, 2048, 4),

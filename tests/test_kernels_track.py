@@ -84,7 +84,7 @@ def test_the_kernel_compiles_for_a_gpu_that_is_not_there(tmp_path):
 
 if INSIDE:
     from gsoftmax.kernels import triton_track
-    from gsoftmax.kernels.triton_ce import Plan
+    from gsoftmax.kernels.launching import Plan
 
     # Several steps down the rows and several programs even for small tables, with something left over of both.
     SMALL_TILES = Plan(block_n=8, block_c=16, rows=0, warps=1)
@@ -94,21 +94,21 @@ if INSIDE:
 def tiles(request, monkeypatch):
     if request.param == "small tiles":
         monkeypatch.setattr(triton_track, "plan", lambda *_: SMALL_TILES)
-        monkeypatch.setattr(triton_track, "_calls", {})
-        monkeypatch.setattr(triton_track, "_remember", lambda *_: None)
+        monkeypatch.setattr(triton_track, "calls", {})
+        monkeypatch.setattr(triton_track, "remember", lambda *_: None)
     return request.param
 
 
 @pytest.fixture
 def launches(monkeypatch):
     """How often the kernel was launched."""
-    seen, launch = [], triton_track._launch
+    seen, launch = [], triton_track.launch
 
     def counted(*args):
         seen.append(args)
         launch(*args)
 
-    monkeypatch.setattr(triton_track, "_launch", counted)
+    monkeypatch.setattr(triton_track, "launch", counted)
     return seen
 
 

@@ -27,8 +27,8 @@ if INSIDE:
     import triton.language as tl
 
     from gsoftmax import functional, kernels
-    from gsoftmax.kernels import linear, triton_ce
-    from gsoftmax.kernels.triton_ce import Plan
+    from gsoftmax.kernels import launching, linear, triton_ce
+    from gsoftmax.kernels.launching import Plan
 
     # Tiles that cut even small tables in several, with something left over in both directions.
     SMALL_TILES = Plan(block_n=2, block_c=16, rows=4, warps=1, degree=7)
@@ -384,7 +384,7 @@ def check_calls_like_one_before(monkeypatch):
     monkeypatch.setattr(kernels, "_checked", {})
     choose = kernels._choose
     monkeypatch.setattr(
-        kernels, "_choose", lambda *a: ("triton", "") if not kernels._transformed() and a[0].ndim == 2 else choose(*a)
+        kernels, "_choose", lambda *a: ("triton", "") if not kernels.transformed() and a[0].ndim == 2 else choose(*a)
     )
     repeated, count = kernels.repeated, []
 
@@ -456,12 +456,12 @@ def check_a_gpu_that_runs_no_kernel_is_passed_over(monkeypatch):
             raise RuntimeError("Failed to find C compiler.\nand more")
 
     device = torch.device(DEVICE)
-    assert triton_ce.cannot_run.__wrapped__(device) == ""
-    monkeypatch.setattr(triton_ce, "_reduce_kernel", Broken())
+    assert launching.cannot_run.__wrapped__(device) == ""
+    monkeypatch.setattr(launching, "_trial_kernel", Broken())
     with pytest.warns(UserWarning, match="Failed to find C compiler.; slower ways are taken"):
-        why = triton_ce.cannot_run.__wrapped__(device)
+        why = launching.cannot_run.__wrapped__(device)
     assert why == f"Triton cannot run kernels on {device}: Failed to find C compiler."
-    monkeypatch.setattr(triton_ce, "cannot_run", lambda device: f"nothing runs on {device}")
+    monkeypatch.setattr(launching, "cannot_run", lambda device: f"nothing runs on {device}")
     x = SimpleNamespace(is_cuda=True, dtype=torch.float32, device=torch.device("cuda:3"), numel=lambda: 1)
     assert triton_ce.supported(x, None) == "nothing runs on cuda:3"
 

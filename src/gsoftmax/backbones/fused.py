@@ -27,21 +27,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 try:
     import triton
     import triton.language as tl
 
-    from ..kernels import triton_ce
+    from ..kernels import launching, transformed
     from ..kernels.triton_ce import ROOT, _bend
 except ImportError:  # no Triton: `usable` says so
     triton = None
 
 _jit: Any = (lambda function: function) if triton is None else triton.jit
-_on_its_device: Any = (lambda function: function) if triton is None else triton_ce._on_its_device
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_on_its_device: Any = (lambda function: function) if triton is None else launching.on_its_device
 # Said aloud, because the default of the second is about to change.
 _OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}
 _WIDE: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": True}
@@ -331,7 +329,7 @@ def _forward(
     shape = (n, c, h // 2, w // 2) if pool else (n, c, h, w)
     pixels = shape[0] * shape[2] * shape[3]
     device = x.device
-    cut = plan(pixels, c, triton_ce._processors(device))
+    cut = plan(pixels, c, launching.processors(device))
     p, index = x, None
     if pool:
         p = torch.empty(shape, dtype=x.dtype, device=device, memory_format=torch.channels_last)
@@ -368,7 +366,7 @@ def _backward(
     pool = index is not None
     pixels = p.shape[0] * p.shape[2] * p.shape[3]
     device = p.device
-    cut = plan(pixels, c, triton_ce._processors(device))
+    cut = plan(pixels, c, launching.processors(device))
     dy = dy.contiguous(memory_format=torch.channels_last)
     parts = torch.empty((2, cut.groups, c), dtype=torch.float32, device=device)
     means = torch.empty((2, c), dtype=torch.float32, device=device)
@@ -415,19 +413,15 @@ def usable(x: Tensor) -> bool:
     >>> usable(torch.zeros(2, 3, 4, 4))
     False
     """
-    if triton is None or torch.compiler.is_compiling():
+    if triton is None or torch.compiler.is_compiling() or transformed():
         return False
     return (
-        (x.is_cuda or (triton_ce.INTERPRETED and x.device.type == "cpu"))
-        and x.dtype in _DTYPES
+        not launching.elsewhere(x)
+        and x.dtype in launching.DTYPES
         and x.dim() == 4
         and x.numel() > 0
         and x.numel() // x.shape[1] < 1 << 30  # pixels are counted in 32 bits
         and x.is_contiguous(memory_format=torch.channels_last)
-        and not torch._C._are_functorch_transforms_active()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and forward_ad._current_level < 0
-        and not (x.is_cuda and triton_ce.cannot_run(x.device))
     )
 
 

@@ -132,7 +132,7 @@ def repeated(
     x: Tensor, target: Tensor, mu: Any, sigma: Any, lam: Any, ignore_index: int, reduction: str, label_smoothing: float
 ) -> Tensor | None:
     """The loss of a call like one before, on a GPU, where checking takes as long as launching; else None."""
-    if not _checked or torch.compiler.is_compiling() or _transformed():
+    if not _checked or torch.compiler.is_compiling() or transformed():
         return None
     try:
         found = _checked.get(_kind(x, target, mu, sigma, lam, ignore_index, reduction, label_smoothing))
@@ -344,7 +344,7 @@ def _no_fused(x: Tensor, target: Tensor, mu: Tensor, sigma: Tensor, weight: Tens
     """Why only the plain formula will do, in words; empty when a fused path can be taken."""
     if torch.compiler.is_compiling():
         return "torch.compile fuses the plain formula itself"
-    if _transformed():
+    if transformed():
         return "torch.func, forward-mode or tracing is at work"
     cpu = x.is_cpu
     for v in (x, target, mu, sigma) if weight is None else (x, target, mu, sigma, weight):
@@ -363,7 +363,8 @@ def _no_fused(x: Tensor, target: Tensor, mu: Tensor, sigma: Tensor, weight: Tens
     return "x is empty" if x.numel() == 0 else ""
 
 
-def _transformed() -> bool:
+def transformed() -> bool:
+    """Whether operations mean something else than usual just now: torch.func, forward mode, tracing."""
     return (
         torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0

@@ -34,18 +34,29 @@ its row's loss and gradient are NaN.
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import lru_cache, wraps
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.nn import Parameter
+
+from . import transformed
+from .launching import (
+    DTYPES,
+    TYPES,
+    Call,
+    Plan,
+    calls,
+    cdiv,
+    elsewhere,
+    launch,
+    on_its_device,
+    power_of_2,
+    processors,
+    remember,
+)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -61,8 +72,6 @@ P_0 = {5: -1.0000008344650269, 6: -0.9999997019767761, 7: -0.9999998807907104}
 # exp2(+-lam / 2), summed over all classes, must stay within float32.
 LAM_MAX = 100.0
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_TYPES = (Tensor, Parameter)
 _NAMES = ("x", "target", "mu", "sigma", "weight")
 
 
@@ -450,23 +459,6 @@ def _backward_kernel(
 
 # ------------------------------------------------------------------------------------------------------------ launching
 
-INTERPRETED = not isinstance(_reduce_kernel, triton.runtime.JITFunction)
-# These two are missing where torch knows no CUDA.
-_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # of a device's index
-_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
-
-
-class Plan(NamedTuple):
-    """How a kernel is cut: a tile of block_n rows and block_c classes, `rows` rows to a program."""
-
-    block_n: int
-    block_c: int
-    rows: int
-    warps: int
-    stages: int = 1
-    degree: int = 6
-    registers: int | None = None  # a limit, for more programs at a time
-
 
 # For rows of more than one tile: block_n, block_c, rows, warps, stages, registers.  `python -m benchmarks.gpu --tune`
 # measures them.
@@ -478,20 +470,6 @@ TUNED = {
 }
 
 
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def _power_of_2(a: int) -> int:
-    """The smallest power of 2 that is not below a."""
-    return 1 << (a - 1).bit_length()
-
-
-@lru_cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
 def plan(kind: str, rows: int, classes: int, itemsize: int, device: torch.device) -> Plan:
     """The tile for a table of this size; `kind` is "forward" or "backward"."""
     # Where x is half precision, an error of Phi of 3e-7 is far below what x itself was rounded by.
@@ -499,18 +477,18 @@ def plan(kind: str, rows: int, classes: int, itemsize: int, device: torch.device
     block_n, block_c, each, warps, stages, registers = TUNED[kind, itemsize]
     if classes <= 1024:
         # A tile holds whole rows, several where they are short.
-        block_c, stages, registers = max(16, _power_of_2(classes)), 1, None
-        block_n = min(max(1, 2048 // block_c), _power_of_2(rows))
+        block_c, stages, registers = max(16, power_of_2(classes)), 1, None
+        block_n = min(max(1, 2048 // block_c), power_of_2(rows))
         warps = min(4, max(1, block_n * block_c // 512))
         if kind == "backward" and rows <= 1024 and classes >= 256:
             # Sums over all rows in one program: what this takes longer, it saves in launches.
-            block_c, block_n = 32, min(128, _power_of_2(rows))
+            block_c, block_n = 32, min(128, power_of_2(rows))
             warps = max(1, block_n * block_c // 512)
-            return Plan(block_n, block_c, _cdiv(rows, block_n) * block_n, warps, 1, degree, None)
+            return Plan(block_n, block_c, cdiv(rows, block_n) * block_n, warps, 1, degree, None)
     # Enough programs to fill the GPU several times over come before long walks down the rows.
     waves = 2 if kind == "backward" and classes <= block_c else 8
-    groups = max(1, waves * _processors(device) // _cdiv(classes, block_c))
-    each = min(each, block_n * max(1, _cdiv(rows, groups * block_n)))
+    groups = max(1, waves * processors(device) // cdiv(classes, block_c))
+    each = min(each, block_n * max(1, cdiv(rows, groups * block_n)))
     return Plan(block_n, block_c, max(block_n, each // block_n * block_n), warps, stages, degree, registers)
 
 
@@ -523,86 +501,7 @@ def _constants(lam: float, degree: int) -> tuple[float, float, float]:
     return twice / 2, P_0[degree] + math.log2(twice), lam / (math.sqrt(2 * math.pi) * ROOT.value)
 
 
-# What a launch needs, from calls seen before.  Triton looks at every argument to find the kernel that fits; for a small
-# table that takes longer than the work, and everything it looks at is in the key.
-@dataclass(slots=True)
-class _Call:
-    """What all calls of one kind have in common."""
-
-    block: Plan
-    flags: tuple[Any, ...]
-    before: tuple[Any, ...]  # the numbers that kernels are given, before those that come from lam
-    after: tuple[Any, ...]
-    tiles: int
-    programs: int
-    groups: int = 1  # of rows, each with its part of dmu and dsigma
-    size: int = 0  # of the statistics, without the divisor
-    whole: bool = False  # one program does everything
-    kernels: dict[Any, Any] = field(default_factory=dict)  # compiled
-
-
-_calls: dict[Any, _Call] = {}
-
-
-def _remember(key: Any, call: _Call) -> None:
-    if len(_calls) >= 4096:  # every batch has another size
-        _calls.clear()
-    _calls[key] = call
-
-
-def _launch(
-    call: _Call,
-    kernel: Any,
-    programs: int,
-    arrays: tuple[Any, ...],
-    numbers: tuple[Any, ...],
-    warps: int,
-    registers: int | None = None,
-) -> None:
-    """Launches `kernel`, the second time without looking at what is the same as the first time."""
-    pointers = [None if v is None else v.data_ptr() for v in arrays]
-    together = 0
-    for p in pointers:
-        if p is not None:
-            together |= p
-    key = (kernel, *(p is None or p % 16 == 0 for p in pointers)) if together % 16 else kernel
-    found = call.kernels.get(key)
-    if found is not None and not _watched():
-        run, function, metadata, device, _ = found
-        run(programs, 1, 1, _stream(device), function, metadata, None, None, None, *pointers, *numbers)
-        return
-    options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": True}
-    if registers:
-        options["maxnreg"] = registers
-    compiled = kernel[(programs,)](*arrays, *numbers, **options)
-    if compiled is not None:  # as it is in the interpreter
-        # the kernel itself too, because its function goes with it
-        call.kernels[key] = (
-            compiled.run, compiled.function, compiled.packed_metadata, arrays[0].device.index, compiled
-        )  # fmt: skip
-
-
-def _watched() -> bool:
-    """Whether a profiler of Triton wants to hear of launches; it has the usual way then."""
-    hooks = triton.knobs.runtime
-    enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
-
-
-def _on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Triton launches on the current device, which may not be the one that holds the first argument."""
-
-    @wraps(function)
-    def call(first: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if first.is_cuda and first.get_device() != _current_device():
-            with torch.cuda.device(first.device):
-                return function(first, *args, **kwargs)
-        return function(first, *args, **kwargs)
-
-    return call
-
-
-@_on_its_device
+@on_its_device
 def forward(
     x: Tensor,  # (N, C)
     target: Tensor,  # (N,) or (N, C)
@@ -622,10 +521,10 @@ def forward(
         x.shape, x.stride(), target.stride(), x.dtype, target.dtype, None if weight is None else weight.dtype, dtype,
         device, lam != 0, ignore_index, reduction, label_smoothing, cut,
     )  # fmt: skip
-    call = _calls.get(key)
+    call = calls.get(key)
     if call is None:
         call = _forward_call(x, target, lam, weight, ignore_index, reduction, label_smoothing, cut)
-        _remember(key, call)
+        remember(key, call)
     n, tiles, cut = x.shape[0], call.tiles, call.block
     stats = torch.empty(call.size + (reduction == "mean"), dtype=torch.float32, device=device)
     loss = torch.empty(n if reduction == "none" else (), dtype=dtype, device=device)
@@ -635,18 +534,18 @@ def forward(
     arrays = (x, target, mu, sigma, weight, parts, stats, rows)
     half, c0, _ = _constants(lam, cut.degree)
     numbers = (*call.before, half, c0, *call.after)
-    _launch(call, _forward_kernel, call.programs, arrays, numbers, cut.warps, cut.registers)
+    launch(call, _forward_kernel, call.programs, arrays, numbers, cut.warps, cut.registers)
     if tiles > 1:
-        block_t = min(1024, _power_of_2(tiles))
-        block_n = max(1, min(1024 // block_t, _power_of_2(n)))
+        block_t = min(1024, power_of_2(tiles))
+        block_n = max(1, min(1024 // block_t, power_of_2(n)))
         keep = 1.0 - label_smoothing
         numbers = (*call.before[:6], half, c0, keep, ignore_index, *call.flags, block_n, block_t, cut.degree)
-        _launch(call, _combine_kernel, _cdiv(n, block_n), arrays, numbers, 4)
+        launch(call, _combine_kernel, cdiv(n, block_n), arrays, numbers, 4)
     if rows is not loss:
         if n > 1 << 17:  # too long for one program
             rows = rows.sum(1, keepdim=True)
-        numbers = (rows.shape[1], call.size, reduction == "mean", min(2048, _power_of_2(n)))
-        _launch(call, _reduce_kernel, 1, (rows, stats, loss), numbers, 8)
+        numbers = (rows.shape[1], call.size, reduction == "mean", min(2048, power_of_2(n)))
+        launch(call, _reduce_kernel, 1, (rows, stats, loss), numbers, 8)
     return loss, stats
 
 
@@ -659,14 +558,14 @@ def _forward_call(
     reduction: str,
     label_smoothing: float,
     cut: Plan | None,
-) -> _Call:
+) -> Call:
     (n, c), (sx_n, sx_c), st = x.shape, x.stride(), target.stride()
     hard = len(st) == 1
     st_n, st_c = (st[0], 0) if hard else st
     dense = not hard or label_smoothing > 0
     if cut is None:
         cut = plan("forward", n, c, x.element_size(), x.device)
-    tiles = _cdiv(c, cut.block_c)
+    tiles = cdiv(c, cut.block_c)
     single, whole = tiles == 1, tiles == 1 and n <= cut.block_n and reduction != "none"
     flags = (lam != 0, hard, dense, weight is not None, sx_c == 1, reduction)
     before = (n, c, tiles, sx_n, sx_c, st_n, st_c, cut.rows)
@@ -674,13 +573,13 @@ def _forward_call(
         1.0 - label_smoothing, label_smoothing / c, ignore_index, *flags, whole, single,
         cut.block_n, cut.block_c, cut.degree, cut.stages,
     )  # fmt: skip
-    return _Call(
-        block=cut, flags=flags, before=before, after=after, tiles=tiles, programs=tiles * _cdiv(n, cut.rows),
+    return Call(
+        block=cut, flags=flags, before=before, after=after, tiles=tiles, programs=tiles * cdiv(n, cut.rows),
         size=(2 + hard + dense) * n, whole=whole,
     )  # fmt: skip
 
 
-@_on_its_device
+@on_its_device
 def backward(
     grad: Tensor,  # () or (N,)
     stats: Tensor,
@@ -705,10 +604,10 @@ def backward(
         x.shape, x.stride(), target.stride(), None if dx is None else dx.stride(), grad.stride(), x.dtype, target.dtype,
         None if weight is None else weight.dtype, grad.dtype, device, lam != 0, reduction, label_smoothing, need, cut,
     )  # fmt: skip
-    call = _calls.get(key)
+    call = calls.get(key)
     if call is None:
         call = _backward_call(grad, x, target, lam, weight, reduction, label_smoothing, need, dx, cut)
-        _remember(key, call)
+        remember(key, call)
     (need_mu, need_sigma), groups = call.flags, call.groups
     dmu: Tensor | None
     dsigma: Tensor | None
@@ -722,7 +621,7 @@ def backward(
     if need[0] or need_mu or need_sigma:
         arrays = (x, target, mu, sigma, weight, grad, stats, dx, dmu, dsigma)
         numbers = (*call.before, *_constants(lam, call.block.degree), *call.after)
-        _launch(call, _backward_kernel, call.programs, arrays, numbers, call.block.warps, call.block.registers)
+        launch(call, _backward_kernel, call.programs, arrays, numbers, call.block.warps, call.block.registers)
     if parts is not None:
         sums = parts.sum(1).unbind()
         dmu, dsigma = sums[0] if need_mu else None, sums[-1] if need_sigma else None
@@ -744,7 +643,7 @@ def _backward_call(
     need: tuple[bool, bool, bool],
     dx: Tensor | None,
     cut: Plan | None,
-) -> _Call:
+) -> Call:
     (n, c), (sx_n, sx_c), st = x.shape, x.stride(), target.stride()
     hard = len(st) == 1
     st_n, st_c = (st[0], 0) if hard else st
@@ -752,7 +651,7 @@ def _backward_call(
     need_x, need_mu, need_sigma = need[0], need[1] and lam != 0, need[2] and lam != 0
     if cut is None:
         cut = plan("backward", n, c, x.element_size(), x.device)
-    tiles, groups = _cdiv(c, cut.block_c), _cdiv(n, cut.rows)
+    tiles, groups = cdiv(c, cut.block_c), cdiv(n, cut.rows)
     sd_n, sd_c = (0, 1) if dx is None else dx.stride()
     sg_n = grad.stride(0) if grad.ndim else 0
     before = (n, c, tiles, sx_n, sx_c, st_n, st_c, sd_n, sd_c, sg_n, cut.rows)
@@ -761,7 +660,7 @@ def _backward_call(
         reduction == "mean", grad.ndim > 0, need_x, need_mu, need_sigma, tiles == 1,
         cut.block_n, cut.block_c, cut.degree, cut.stages,
     )  # fmt: skip
-    return _Call(
+    return Call(
         block=cut, flags=(need_mu, need_sigma), before=before, after=after, tiles=tiles, groups=groups,
         programs=tiles * groups,
     )  # fmt: skip
@@ -905,58 +804,28 @@ def supported(
     label_smoothing: float = 0.0,
 ) -> str:
     """Why these kernels can't take a call, in a few words; "" where they can."""
-    if not x.is_cuda and not (INTERPRETED and x.device.type == "cpu"):
-        return f"x is on {x.device.type}, not on a GPU"
-    if x.dtype not in _DTYPES:
+    eager = not torch.compiler.is_compiling()
+    if eager and transformed():
+        return "torch.func, forward-mode or tracing is at work"
+    if why := elsewhere(x):
+        return why
+    if x.dtype not in DTYPES:
         return f"x is {x.dtype}"
     if lam > LAM_MAX:
         return f"lam is above {LAM_MAX:g}"
     if x.numel() == 0:
         return "x is empty"
-    eager = not torch.compiler.is_compiling()
-    if eager and (
-        torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or forward_ad._current_level >= 0
-    ):
-        return "torch.func, forward-mode or tracing is at work"
     device = x.device
-    if eager and x.is_cuda and (why := cannot_run(device)):
-        return why
     for i, v in enumerate((x, target, mu, sigma, weight)):
         if v is None:
             continue
         if v.device != device:
             return f"{_NAMES[i]} is on {v.device} and x on {device}"
-        if eager and (type(v) not in _TYPES or v.layout is not torch.strided or v.is_neg()):
+        if eager and (type(v) not in TYPES or v.layout is not torch.strided or v.is_neg()):
             return f"{_NAMES[i]} is a {type(v).__name__} of layout {v.layout}, not a plain array in memory"
     if target.requires_grad or (weight is not None and weight.requires_grad):
         return "a gradient for target or weight is wanted"
     return ""
-
-
-@lru_cache
-def cannot_run(device: torch.device) -> str:
-    """Why no kernel runs on this GPU, in a few words, found by running one; "" where they do.
-
-    Triton can be there without what it needs: a C compiler, Python's headers, a folder to write to, a recent GPU.
-    """
-    try:
-        with torch.no_grad():
-            _run_one(torch.zeros((2, 1), device=device))
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        first = next(iter(str(error).splitlines()), type(error).__name__)
-        why = f"Triton cannot run kernels on {device}: {first}"
-        warnings.warn(f"{why}; slower ways are taken instead", stacklevel=2)
-        return why
-    return ""
-
-
-@_on_its_device
-def _run_one(rows: Tensor) -> None:
-    _reduce_kernel[(1,)](rows, rows, rows, 1, 0, False, 16)
 
 
 def prefer_plain_when_compiling(x: Tensor) -> bool:

@@ -7,7 +7,7 @@ With d = x - mu, sums over the n rows that count, and momentum m, the step of `G
     variance <- (1 - m) sigma^2 + m (sum d^2 / n - m shift^2)
     rho <- log(max(sqrt(variance) - sigma_min, low)),        sigma = sigma_min + exp(rho).
 
-As torch operations these are some 45 launches on a few numbers each, which take longer than the work.  Here a program
+As torch operations these are dozens of launches on a few numbers each, which take longer than the work.  Here a program
 has a tile of classes and walks down all rows: x is read once, no program waits for another, and the same input gives
 the same bits.  Sums are in float32, what follows in float64.  Nothing here waits for the GPU.
 """
@@ -25,8 +25,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import _transformed, triton_ce
-from .triton_ce import Plan, _along, _Call, _calls, _cdiv, _launch, _on_its_device, _power_of_2, _remember
+from . import transformed
+from .launching import (
+    DTYPES,
+    TYPES,
+    Call,
+    Plan,
+    calls,
+    cdiv,
+    elsewhere,
+    launch,
+    on_its_device,
+    power_of_2,
+    processors,
+    remember,
+)
+from .triton_ce import _along
 
 _LABELS = (torch.int64, torch.int32)
 # One program has all rows of its classes.  Beyond this many, torch's operations share them out among more.
@@ -102,8 +116,8 @@ def _track_kernel(
 def plan(rows: int, classes: int, device: torch.device) -> Plan:
     """The tile for a table of this size."""
     # Narrow tiles make many programs; where there are enough of them, wide ones read longer pieces of a row.
-    block_c, most = (16, 512) if classes <= 32 * triton_ce._processors(device) else (64, 64)
-    block_n = max(16, min(most, _power_of_2(rows)))
+    block_c, most = (16, 512) if classes <= 32 * processors(device) else (64, 64)
+    block_n = max(16, min(most, power_of_2(rows)))
     return Plan(block_n, block_c, rows, warps=min(8, max(1, block_n * block_c // 512)))
 
 
@@ -116,11 +130,7 @@ def _parts(v: float) -> tuple[float, float]:
 
 def supported(x: Tensor, target: Tensor | None, mu: Tensor, rho: Tensor) -> bool:
     """Whether `track` can take x, (rows, classes) or with more dimensions after the classes, and its labels."""
-    if torch.compiler.is_compiling() or _transformed():
-        return False
-    if not x.is_cuda and not (triton_ce.INTERPRETED and x.device.type == "cpu"):
-        return False
-    if x.dtype not in triton_ce._DTYPES or x.numel() == 0 or (x.is_cuda and triton_ce.cannot_run(x.device)):
+    if torch.compiler.is_compiling() or transformed() or elsewhere(x) or x.dtype not in DTYPES or x.numel() == 0:
         return False
     classes = x.shape[min(1, x.ndim - 1)]
     rows = x.numel() // classes
@@ -131,12 +141,12 @@ def supported(x: Tensor, target: Tensor | None, mu: Tensor, rho: Tensor) -> bool
         if v.dtype is not torch.float32 or v.shape != (classes,) or not v.is_contiguous() or v.is_inference():
             return False
     return all(
-        type(v) in triton_ce._TYPES and v.layout is torch.strided and v.device == x.device and not v.is_neg()
+        type(v) in TYPES and v.layout is torch.strided and v.device == x.device and not v.is_neg()
         for v in (x, mu, rho, x if target is None else target)
     )
 
 
-@_on_its_device
+@on_its_device
 def track(
     x: Tensor,  # (rows, classes)
     target: Tensor | None,  # (rows,)
@@ -155,25 +165,25 @@ def track(
     """
     labels = None if target is None else (target.stride(), target.dtype)
     key = ("track", x.shape, x.stride(), x.dtype, x.device, labels, ignore_index, cut)
-    call = _calls.get(key)
+    call = calls.get(key)
     if call is None:
         call = _track_call(x, target, ignore_index, cut)
-        _remember(key, call)
+        remember(key, call)
     fresh_mu, fresh_sigma = torch.empty_like(mu), torch.empty_like(mu)
     numbers = (*call.before, *_parts(float(momentum)), *_parts(float(sigma_min)), low, *call.after)
     torch.autograd.graph.increment_version((mu, rho))  # a graph that has saved them hears of it
     arrays = (x, target, mu, rho, fresh_mu, fresh_sigma)
-    _launch(call, _track_kernel, call.programs, arrays, numbers, call.block.warps)
+    launch(call, _track_kernel, call.programs, arrays, numbers, call.block.warps)
     return fresh_mu, fresh_sigma
 
 
-def _track_call(x: Tensor, target: Tensor | None, ignore_index: int, cut: Plan | None) -> _Call:
+def _track_call(x: Tensor, target: Tensor | None, ignore_index: int, cut: Plan | None) -> Call:
     (n, c), (sx_n, sx_c) = x.shape, x.stride()
     st_n = 0 if target is None else target.stride(0)
     if cut is None:
         cut = plan(n, c, x.device)
-    tiles = _cdiv(c, cut.block_c)
-    return _Call(
+    tiles = cdiv(c, cut.block_c)
+    return Call(
         block=cut, flags=(), before=(n, c, sx_n, sx_c, st_n),
         after=(ignore_index, target is not None, sx_c == 1, cut.block_n, cut.block_c), tiles=tiles, programs=tiles,
     )  # fmt: skip
