@@ -345,10 +345,10 @@ def cost_tables(cost: Mapping[str, Any], found: Found) -> str:
         lines = []
         for setting in settings_of(study, rows):
             of = seconds.get(setting, {})
-            pairs = [of[seed] / seconds[first][seed] for seed in of if seed in seconds.get(first, {})]
-            if pairs:
+            a, b = on_common_seeds(seconds.get(first, {}), of)
+            if len(a):
                 median = number(float(np.median([*of.values()])))
-                lines.append([setting, _seeds(rows, setting), median, f"{np.median(pairs):.3f}"])
+                lines.append([setting, _seeds(rows, setting), median, f"{np.median(b / a):.3f}"])
         if lines:
             parts.append(
                 "Seconds of a whole run of `cifar10`, one seed, on a GPU that several runs shared: medians, the ratio "

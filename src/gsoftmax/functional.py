@@ -162,9 +162,7 @@ def linear_gsoftmax_cross_entropy(
     """
     lam = _check_lam(lam)
     h, target, shape = _flatten_linear(h, weight, target, bias)
-    autocast = torch.is_autocast_enabled(h.device.type)
-    dtype = torch.get_autocast_dtype(h.device.type) if autocast else h.dtype  # what F.linear gives
-    mu, sigma = _gaussians_for(weight.shape[0], dtype, h.device, mu, sigma, lam)
+    mu, sigma = _gaussians_for(weight.shape[0], _linear_dtype(h), h.device, mu, sigma, lam)
     _check_sigma(sigma)
     loss = _linear_cross_entropy(
         h, weight, bias, target, mu, sigma, lam, class_weight, ignore_index, reduction, label_smoothing, impl
@@ -307,9 +305,7 @@ def large_margin_logits(
     logits = F.linear(h, weight)
     if margin == 1:
         return logits
-    row = torch.where(target == ignore_index, 0, target).long()
-    hard = _label_logits(h, weight, row, margin, anneal)
-    return logits.scatter(1, row[:, None], hard[:, None].to(logits.dtype))
+    return _with_own(logits, target, _own_logits(h, weight, target, margin, anneal, ignore_index), ignore_index)
 
 
 def large_margin_cross_entropy(
@@ -335,21 +331,11 @@ def large_margin_cross_entropy(
     """
     h, target, shape = _flatten_linear(h, weight, target, None)
     _check_margin(h, weight, target, margin, anneal, ignore_index)
-    options = (class_weight, ignore_index, reduction, label_smoothing)
-    hard = None
-    if margin > 1:
-        row = torch.where(target == ignore_index, 0, target).long()
-        hard = _label_logits(h, weight, row, margin, anneal)
-    autocast = torch.is_autocast_enabled(h.device.type)
-    dtype = torch.get_autocast_dtype(h.device.type) if autocast else h.dtype
-    mu, sigma = _gaussians_for(weight.shape[0], dtype, h.device, 0.0, 1.0, 0.0)
-    loss = kernels.linear_cross_entropy(h, weight, None, target, mu, sigma, 0.0, *options, impl, own=hard)
-    if loss is None:
-        z = F.linear(h, weight)
-        if hard is not None:
-            z = z.scatter(1, row[:, None], hard[:, None].to(z.dtype))
-        _check_cross_entropy(z, target, *options)
-        loss = _softmax_cross_entropy(z, target, *options)
+    own = None if margin == 1 else _own_logits(h, weight, target, margin, anneal, ignore_index)
+    mu, sigma = _gaussians_for(weight.shape[0], _linear_dtype(h), h.device, 0.0, 1.0, 0.0)
+    loss = _linear_cross_entropy(
+        h, weight, None, target, mu, sigma, 0.0, class_weight, ignore_index, reduction, label_smoothing, impl, own
+    )
     return loss.reshape(shape) if reduction == "none" else loss
 
 
@@ -373,8 +359,11 @@ def _check_margin(
     _check_labels(target, weight.shape[0], ignore_index)
 
 
-def _label_logits(h: Tensor, weight: Tensor, row: Tensor, margin: int, anneal: float | Tensor) -> Tensor:
-    """What a margin makes of the label's output, (batch,), in the dtype of the arithmetic."""
+def _own_logits(
+    h: Tensor, weight: Tensor, target: Tensor, margin: int, anneal: float | Tensor, ignore_index: int
+) -> Tensor:
+    """What a margin makes of the label's own output, (batch,), in the dtype of the arithmetic."""
+    row = _label_columns(target, ignore_index, weight.shape[0])
     with torch.autocast(h.device.type, enabled=False):
         dtype = _compute_dtype(h)
         # A GPU sums the gradients of a class's rows in float32 whatever the weight is; a CPU does not.
@@ -388,6 +377,17 @@ def _label_logits(h: Tensor, weight: Tensor, row: Tensor, margin: int, anneal: f
         cos_m = {2: lambda: 2 * c**2 - 1, 3: lambda: 4 * c**3 - 3 * c, 4: lambda: 8 * c**4 - 8 * c**2 + 1}[margin]()
         psi = (1 - 2 * (k % 2)) * cos_m - 2 * k
         return (anneal * s + n * psi) / (1 + anneal)
+
+
+def _label_columns(target: Tensor, ignore_index: int, classes: int) -> Tensor:
+    """The label of every row; rows that do not count, and labels that are out of range, have any class."""
+    return torch.where(target == ignore_index, 0, target).clamp(0, classes - 1).long()
+
+
+def _with_own(x: Tensor, target: Tensor, own: Tensor, ignore_index: int) -> Tensor:
+    """x with `own` (batch,) where the label's output was."""
+    row = _label_columns(target, ignore_index, x.shape[1])
+    return x.scatter(1, row[:, None], own[:, None].to(x.dtype))
 
 
 # ------------------------------------------------------------------------------------- the same without checks, shared
@@ -490,6 +490,12 @@ def _softmax_cross_entropy(
         raise _label_error(target, z.shape[_class_dim(z)], ignore_index) from error
 
 
+def _linear_dtype(h: Tensor) -> torch.dtype:
+    """The dtype of what F.linear makes of h."""
+    autocast = torch.is_autocast_enabled(h.device.type)
+    return torch.get_autocast_dtype(h.device.type) if autocast else h.dtype
+
+
 def _linear_cross_entropy(
     h: Tensor,
     weight: Tensor,
@@ -503,13 +509,17 @@ def _linear_cross_entropy(
     reduction: str,
     label_smoothing: float,
     impl: str,
+    own: Tensor | None = None,
 ) -> Tensor:
+    """`own` (batch,) takes the place of the label's output."""
     fused = kernels.linear_cross_entropy(
-        h, weight, bias, target, mu, sigma, lam, class_weight, ignore_index, reduction, label_smoothing, impl
+        h, weight, bias, target, mu, sigma, lam, class_weight, ignore_index, reduction, label_smoothing, impl, own
     )
     if fused is not None:
         return fused
     x = F.linear(h, weight, bias)
+    if own is not None:
+        x = _with_own(x, target, own, ignore_index)
     _check_cross_entropy(x, target, class_weight, ignore_index, reduction, label_smoothing)
     return _cross_entropy(x, target, mu, sigma, lam, class_weight, ignore_index, reduction, label_smoothing, impl)
 

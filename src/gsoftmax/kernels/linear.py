@@ -163,6 +163,8 @@ def _chunk_by_chunk(
     want: tuple[bool, ...],
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Losses of rows (N,), and the gradients of h, weight, bias, mu, sigma and own; None for those not wanted."""
+    from .. import functional
+
     (n, d), c = h.shape, weight.shape[0]
     losses = torch.empty(n, dtype=sigma.dtype, device=h.device)
     dh = torch.empty_like(h) if want[0] else None
@@ -170,7 +172,7 @@ def _chunk_by_chunk(
     dbias = torch.zeros(c, dtype=sigma.dtype, device=h.device) if want[2] else None
     dmu = torch.zeros_like(mu) if want[3] else None
     dsigma = torch.zeros_like(sigma) if want[4] else None
-    down = torch.empty_like(own) if own is not None and want[5] else None
+    d_own = torch.empty_like(own) if own is not None and want[5] else None
     buffer: Tensor | None = None
     exact = 4 * c * d <= FLOAT32_SUM
     for at in _chunks(n, d if exact else 2 * d, c, h.device.type):
@@ -182,7 +184,7 @@ def _chunk_by_chunk(
         else:
             torch.addmm(bias, h[at], weight.t(), out=x)
         if own is not None:
-            labels = _columns(target[at], options[1], c)
+            labels = functional._label_columns(target[at], options[1], c)[:, None]
             x.scatter_(1, labels, own[at, None].to(x.dtype))
         losses[at], dx, dmu_part, dsigma_part = _loss_and_gradient_(
             x, target[at], mu, sigma, class_weight, options, factor[at] if factor.ndim else factor,
@@ -190,8 +192,8 @@ def _chunk_by_chunk(
         )  # fmt: skip
         if dx is not None:
             if own is not None:
-                if down is not None:
-                    down[at] = dx.gather(1, labels).squeeze(1)
+                if d_own is not None:
+                    d_own[at] = dx.gather(1, labels).squeeze(1)
                 dx.scatter_(1, labels, 0.0)
             if dh is not None:
                 torch.mm(dx, weight, out=dh[at])
@@ -208,12 +210,7 @@ def _chunk_by_chunk(
         dweight = dweight.to(weight.dtype)
     if dbias is not None and bias is not None:
         dbias = dbias.to(bias.dtype)
-    return losses, [dh, dweight, dbias, dmu, dsigma, down]
-
-
-def _columns(target: Tensor, ignore_index: int, classes: int) -> Tensor:
-    """Where `own` goes, (rows, 1); rows that do not count, and labels that are out of range, take any column."""
-    return torch.where(target == ignore_index, 0, target).clamp(0, classes - 1).long()[:, None]
+    return losses, [dh, dweight, dbias, dmu, dsigma, d_own]
 
 
 def _loss_and_gradient_(
@@ -282,7 +279,7 @@ def _plain_gradients(
     with torch.enable_grad():
         x = F.linear(h, weight, bias)
         if own is not None:
-            x = x.scatter(1, _columns(target, ignore_index, weight.shape[0]), own[:, None].to(x.dtype))
+            x = functional._with_own(x, target, own, ignore_index)
         loss = functional._cross_entropy(
             x, target, mu, sigma, lam, class_weight, ignore_index, reduction, label_smoothing, "plain"
         )
