@@ -1,27 +1,36 @@
 # Set-up needs Python 3.10 or newer and pip; everything else is installed into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off --no-compile -c constraints.txt
+SOURCES := pyproject.toml setup.py constraints.txt src/gsoftmax/kernels/native.c
 
-.PHONY: setup demo test test-slow lint docs bench evidence-tables clean
+.PHONY: setup demo test test-isa test-slow lint docs bench evidence-tables clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       compare softmax, L-softmax and G-softmax on the bundled digits"
 	@echo "make test       the test suite"
+	@echo "make test-isa   the numerical tests again, as on processors without AVX-512 and without AVX2"
 	@echo "make test-slow  every recipe's smoke run and other tests that take minutes"
 	@echo "make lint       ruff and mypy"
 	@echo "make docs       the documentation, in docs/_build/html"
 	@echo "make bench      speed on this CPU (GPU: python -m benchmarks.gpu)"
 	@echo "make evidence-tables  docs/evidence.md from the rows in results/evidence"
 
-setup: .venv/installed
+setup: .venv/all
 
-.venv/installed: pyproject.toml setup.py constraints.txt src/gsoftmax/kernels/native.c
+# What the demo needs: torch, NumPy and five small packages.
+.venv/demo: $(SOURCES)
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[all]'
+	$(PIP) -e '.[demo]'
 	@touch $@
 
-demo: setup
+# What the tests, the documentation and the examples need as well.
+.venv/all: .venv/demo
+	$(PIP) -e '.[all]'
+	@touch $@
+
+demo: .venv/demo
 	$(BIN)/gsoftmax compare digits --out runs/demo
 
 test: setup

@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from gsoftmax import GSoftmaxHead, GSoftmaxLoss, LSoftmaxHead, SoftmaxHead, param_groups
 from gsoftmax import functional as G
-from gsoftmax.attach import PATIENCE, attach, attached_loss, check_optimised, head_of
+from gsoftmax.attachment import PATIENCE, attach, attached_loss, check_optimised, head_of
 
 CLASSES = 5
 
@@ -833,7 +833,7 @@ def test_no_false_alarm(train):
 
 
 def test_the_check_keeps_no_model_alive():
-    from gsoftmax.attach import _watched
+    from gsoftmax.attachment import _watched
 
     gc.collect()
     before = len(_watched)

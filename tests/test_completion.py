@@ -17,7 +17,7 @@ from gsoftmax import data, recipes
 from gsoftmax.cli import _parser
 from gsoftmax.completion import SHELLS, _commands, places, script
 from gsoftmax.config import Config, parse_value
-from gsoftmax.train import HEADS
+from gsoftmax.heads import HEADS
 
 START = {
     "bash": ["bash", "--norc", "--noprofile", "-i"],

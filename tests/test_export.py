@@ -14,7 +14,7 @@ from test_attach import CLASSES, MODELS, mlp, model_and_inputs, outputs
 from torch import nn
 
 from gsoftmax import GaussianLogits, GSoftmaxHead, GSoftmaxLoss, LSoftmaxHead, MultiLabelGSoftmaxLoss, SoftmaxHead
-from gsoftmax.attach import attach, head_of
+from gsoftmax.attachment import attach, head_of
 from gsoftmax.export import fold, to_onnx, to_program
 
 HEADS = {

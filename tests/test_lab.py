@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from gsoftmax import backbones, compare, runs, train
 from gsoftmax.cli import main
 from gsoftmax.config import Config
+from gsoftmax.heads import HEADS
 from gsoftmax.recipes import find, recipes
 
 QUICK = Config(epochs=3, train_fraction=0.3, batch_size=64, threads=1, device="cpu")
@@ -132,13 +133,13 @@ def test_two_runs_are_identical_and_a_stopped_one_goes_on_exactly(head, tmp_path
 
 def test_heads_with_one_seed_start_alike_and_see_the_same_batches():
     dataset = train.load_data(QUICK)
-    networks = {h: train.build(QUICK.override({"head": h}), dataset) for h in train.HEADS}
+    networks = {h: train.build(QUICK.override({"head": h}), dataset) for h in HEADS}
     reference = networks["softmax"].state_dict()
     for network in networks.values():
         for name, value in network.state_dict().items():
             if name in reference and name != "head.bias":
                 assert torch.equal(value, reference[name]), name
-    batches = [list(train._train_batches(dataset, QUICK.override({"head": h}), 2)) for h in train.HEADS]
+    batches = [list(train._train_batches(dataset, QUICK.override({"head": h}), 2)) for h in HEADS]
     for a, b, c in zip(*batches, strict=True):
         assert torch.equal(a[0], b[0]) and torch.equal(a[0], c[0]) and torch.equal(a[1], b[1])
     other = train.build(QUICK.override({"seed": 1}), dataset).state_dict()

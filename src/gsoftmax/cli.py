@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from . import catalog
 from ._version import __version__
 
 EXAMPLES = """\
@@ -482,9 +483,7 @@ def _words(text: str) -> list[str]:
 
 
 def _datasets(args: argparse.Namespace) -> None:
-    from . import data
-
-    for info in data.describe():
+    for info in catalog.DATASETS:
         print(info.name)
         for part in (info.size, info.source, info.layout):
             print(textwrap.indent(part, "    "))
@@ -505,16 +504,7 @@ def _completion(args: argparse.Namespace) -> None:
 
 
 def _heads(args: argparse.Namespace) -> None:
-    import inspect
-
-    from .train import HEADS
-
-    for name, cls in HEADS.items():
-        summary = (cls.__doc__ or "").splitlines()[0]
-        options = [
-            f"{p.name}={p.default!r}"
-            for p in inspect.signature(cls).parameters.values()
-            if p.default is not p.empty and p.name not in ("device", "dtype")
-        ]
-        print(f"{name}\n    {summary}\n    {', '.join(options)}")
+    for head in catalog.heads():
+        options = ", ".join(f"{name}={default}" for name, default in head.options.items())
+        print(f"{head.name}\n    {head.summary}\n    {options}")
     print("package.module:ClassName\n    your own: an nn.Module with features(h), loss(h, target) and predict_proba(h)")

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import inspect
 import shlex
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from . import catalog
 from ._version import __version__
+from .config import CHOICES, SCHEDULES, Config
 
 __all__ = ["SHELLS", "places", "script"]
 
@@ -91,14 +92,13 @@ def _options(parser: argparse.ArgumentParser) -> dict[str, str]:
 def _values(action: argparse.Action) -> Offer:
     """What an argument or option takes: its choices, the names we know for it, or what its placeholder says."""
     from .report import figures, tables
-    from .train import HEADS
 
     if action.choices is not None:
         return Offer("words", dict.fromkeys(map(str, action.choices), ""))
     recipes = _recipes()
     known = {
         "what": ("words", [*recipes, *_datasets()]),
-        "heads": ("list", HEADS),
+        "heads": ("list", catalog.HEADS),
         "tables": ("list", tables.FORMATS),
         "figures": ("list", figures.FORMATS),
         "table": ("words", dict.fromkeys(table for table, published in recipes.values() if published)),
@@ -116,26 +116,18 @@ def _values(action: argparse.Action) -> Offer:
 
 def _keys() -> tuple[dict[str, str], dict[str, Offer]]:
     """The keys of the configuration, as `epochs=`, and the values of those that have a few."""
-    from .backbones import DESCRIPTIONS
-    from .config import CHOICES, SCHEDULES, Config
     from .data import PRESETS
-    from .train import HEADS
 
-    options = {
-        name: None
-        for head in HEADS.values()
-        for name, p in inspect.signature(head).parameters.items()
-        if p.default is not p.empty and name not in ("device", "dtype")
-    }
+    options = {name: None for head in catalog.heads() for name in head.options}
     inside = {"head_options": options, "schedule": {"name": None}}
     keys: dict[str, str] = {}
     values: dict[str, Iterable[str]] = {
         **CHOICES,
         "augment": PRESETS,
-        "backbone": [name.split("{")[0].removesuffix("NAME") for name in DESCRIPTIONS],
+        "backbone": [name.split("{")[0].removesuffix("NAME") for name in catalog.BACKBONES],
         "data": _datasets(),
         "device": ("auto", "cpu", "cuda"),
-        "head": HEADS,
+        "head": catalog.HEADS,
         "pool": ("avg", "max"),
         "schedule.name": SCHEDULES,
     }

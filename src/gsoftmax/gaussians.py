@@ -84,7 +84,7 @@ class GaussianLogits(nn.Module):
         self.rho: Tensor
         self.reset_parameters()
         if gaussians == "learned":
-            from .attach import check_optimised  # late: attach imports this module
+            from .attachment import check_optimised  # late: attachment imports this module
 
             check_optimised(self)
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import functional
+from . import catalog, functional
 from .gaussians import GaussianLogits, param_groups
 from .kernels import IMPLS
 from .losses import _check_choice, by_sign, split_outputs, spread_over_outputs
@@ -367,3 +367,6 @@ class LSoftmaxHead(SoftmaxHead):
     def extra_repr(self) -> str:
         anneal = f"{self.anneal_start:g} to {self.anneal_end:g} in {self.anneal_steps} steps"
         return f"{self.in_features}, {self.num_classes}, margin={self.margin}, anneal {anneal}"
+
+
+HEADS: dict[str, type[SoftmaxHead]] = {name: globals()[cls] for name, cls in catalog.HEADS.items()}

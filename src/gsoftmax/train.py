@@ -34,10 +34,8 @@ from .config import Config
 from .data.seeded import mix
 from .distributed import ALONE, Stopped, Watch, World
 from .gaussians import param_groups
-from .heads import GSoftmaxHead, LSoftmaxHead, SoftmaxHead
+from .heads import HEADS, LSoftmaxHead
 from .runs import RunFolder, described_before, first_line
-
-HEADS: dict[str, type[nn.Module]] = {"softmax": SoftmaxHead, "lsoftmax": LSoftmaxHead, "gsoftmax": GSoftmaxHead}
 
 
 class Diverged(RuntimeError):

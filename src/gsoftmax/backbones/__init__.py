@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from ..catalog import BACKBONES
 from .densenet import DenseNet
 from .resnet9 import ResNet9
 from .small import MLP, SmallCNN
@@ -33,19 +34,6 @@ from .zoo import (
 
 __all__ = ["available", "create", "load_weights", "read_state_dict"]
 
-DESCRIPTIONS = {
-    "cnn": "small CNN for small images (digits 8x8, mosaics 16x16, colour up to 64x64)",
-    "mlp": "fully connected network for tables and flattened images",
-    "resnet9": "fast network for 32x32 colour images, for many seeds on one GPU",
-    "vgg16": "VGG-16 with batch normalisation for 32x32 images, 512-512 before the head",
-    "wrn-{depth}-{width}": "wide residual network for 32x32 images, e.g. wrn-40-14, wrn-28-10",
-    "densenet-{depth}-{growth}": "DenseNet for 32x32 images, e.g. densenet-100-24",
-    "densenet-bc-{depth}-{growth}": "DenseNet-BC (bottlenecks, compression) for 32x32 images, e.g. densenet-bc-100-12",
-    "resnet101": "torchvision's ResNet-101, pool avg (GAP) or max (GMP), for 64, 224 or 448 pixels",
-    "torchvision:NAME": "any torchvision image classifier without its classifier",
-    "timm:NAME": "any timm network without its classifier",
-}
-
 
 def available() -> list[tuple[str, str]]:
     """Names that `create` knows, each with one line of description.
@@ -53,7 +41,7 @@ def available() -> list[tuple[str, str]]:
     >>> dict(available())["vgg16"]
     'VGG-16 with batch normalisation for 32x32 images, 512-512 before the head'
     """
-    return list(DESCRIPTIONS.items())
+    return list(BACKBONES.items())
 
 
 def create(
@@ -139,5 +127,5 @@ def _own(name: str) -> Callable[..., nn.Module]:
     ]
     raise ValueError(
         f"unknown backbone {name!r}; nearest: {', '.join(elsewhere) or nearest(name, examples)}; "
-        f"known: {', '.join(DESCRIPTIONS)}"
+        f"known: {', '.join(BACKBONES)}"
     )

@@ -21,17 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..catalog import DATASETS, DatasetInfo
 from .augment import PRESETS, Augment
 from .batches import eval_batches, num_batches, train_batches
-from .bundled import DIGITS, load_digits
-from .cifar import CIFAR10, CIFAR100, load_cifar
-from .coco import COCO, load_coco
+from .bundled import load_digits
+from .cifar import load_cifar
+from .coco import load_coco
 from .core import (
     IMAGENET_MEAN,
     IMAGENET_STD,
     DataError,
     Dataset,
-    DatasetInfo,
     Split,
     data_root,
     long_tail,
@@ -39,13 +39,13 @@ from .core import (
     statistics,
     take,
 )
-from .folders import FOLDER, TINY_IMAGENET, load_folder, load_tiny_imagenet
+from .folders import load_folder, load_tiny_imagenet
 from .images import resize
-from .mosaic import MOSAIC, make_mosaic
-from .nuswide import NUSWIDE, load_nuswide
+from .mosaic import make_mosaic
+from .nuswide import load_nuswide
 from .seeded import mix
 from .smoke import SMOKE_NAMES, write_smoke
-from .tables import ARFF, NPZ, load_arff, load_npz
+from .tables import load_arff, load_npz
 
 __all__ = [
     "PRESETS",
@@ -65,13 +65,6 @@ __all__ = [
     "write_smoke",
 ]
 
-_DIGITS_MOSAIC = DatasetInfo(
-    name="digits-mosaic",
-    size="1,297 train, 500 test, 10 labels, 1x16x16 images",
-    source="mosaic(digits): 2x2 grids of the digits, nothing to download",
-    layout="none",
-)
-
 
 def describe() -> list[DatasetInfo]:
     """What there is: names, sizes, where to get it and what the folder must look like.
@@ -79,7 +72,7 @@ def describe() -> list[DatasetInfo]:
     >>> [info.name for info in describe()][:3]
     ['digits', 'digits-mosaic', 'cifar10']
     """
-    return [DIGITS, _DIGITS_MOSAIC, CIFAR10, CIFAR100, TINY_IMAGENET, COCO, NUSWIDE, FOLDER, NPZ, ARFF, MOSAIC]
+    return list(DATASETS)
 
 
 def load(

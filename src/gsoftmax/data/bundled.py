@@ -10,14 +10,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .core import DataError, Dataset, DatasetInfo, Split, take
-
-DIGITS = DatasetInfo(
-    name="digits",
-    size="1,297 train, 500 test, 10 classes, 1x8x8 images",
-    source="comes with scikit-learn (UCI: Optical Recognition of Handwritten Digits), nothing to download",
-    layout="none",
-)
+from ..catalog import DIGITS
+from .core import DataError, Dataset, Split, take
 
 
 def load_digits() -> Dataset:

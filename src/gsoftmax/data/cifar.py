@@ -22,22 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..catalog import CIFAR10, CIFAR100
 from .augment import PRESETS
-from .core import DataError, Dataset, DatasetInfo, Split, check_md5, first_line, is_smoke, locate, read_bytes
-
-CIFAR10 = DatasetInfo(
-    name="cifar10",
-    size="50,000 train, 10,000 test, 10 classes, 3x32x32 images",
-    source="https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz (163 MB, MD5 c58f30108f718f92721af3b95e74349a)",
-    layout="ROOT/cifar-10-python.tar.gz as downloaded, or extracted:\n"
-    "ROOT/cifar-10-batches-py/{data_batch_1, ..., data_batch_5, test_batch, batches.meta}",
-)
-CIFAR100 = DatasetInfo(
-    name="cifar100",
-    size="50,000 train, 10,000 test, 100 classes, 3x32x32 images",
-    source="https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz (161 MB, MD5 eb9058c3a382ffc7106e4002c42a8d85)",
-    layout="ROOT/cifar-100-python.tar.gz as downloaded, or extracted:\nROOT/cifar-100-python/{train, test, meta}",
-)
+from .core import DataError, Dataset, Split, check_md5, first_line, is_smoke, locate, read_bytes
 
 # file -> published MD5
 _FILES = {

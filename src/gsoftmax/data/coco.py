@@ -11,16 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..catalog import COCO
 from .augment import PRESETS
-from .core import IMAGENET_MEAN, IMAGENET_STD, DataError, Dataset, DatasetInfo, Split, first_line, is_smoke, locate
+from .core import IMAGENET_MEAN, IMAGENET_STD, DataError, Dataset, Split, first_line, is_smoke, locate
 
-COCO = DatasetInfo(
-    name="coco",
-    size="82,081 train, 40,137 test (the labelled images of train2014 and val2014), 80 labels, photographs",
-    source="https://cocodataset.org/#download (2014 Train images 13 GB, Val images 6 GB, annotations 241 MB)",
-    layout="ROOT/coco/annotations/instances_train2014.json, annotations/instances_val2014.json,\n"
-    "ROOT/coco/train2014/*.jpg, ROOT/coco/val2014/*.jpg (or all of it in ROOT itself)",
-)
 _PUBLISHED = {"train2014": (82_783, 82_081), "val2014": (40_504, 40_137)}  # images, those with at least one label
 _CHUNK = 2**20
 _MAX_ITEM = 2**26  # characters of one annotation

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..catalog import DatasetInfo
 from .augment import Augment
 from .seeded import mix, shuffled, uniform
 
@@ -139,16 +140,6 @@ class Dataset:
                 common = os.path.commonpath([os.path.dirname(p) for p in part.x]) if part.x else ""
                 digest.update("\n".join(Path(os.path.relpath(p, common)).as_posix() for p in part.x).encode())
         return digest.hexdigest()
-
-
-@dataclass(frozen=True)
-class DatasetInfo:
-    """What `gsoftmax datasets` prints about one family."""
-
-    name: str
-    size: str
-    source: str
-    layout: str
 
 
 # Seeded choices

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
+from ..catalog import FOLDER, TINY_IMAGENET
 from .augment import PRESETS, Augment
 from .core import (
     IMAGENET_MEAN,
     IMAGENET_STD,
     DataError,
     Dataset,
-    DatasetInfo,
     Split,
     encode_labels,
     is_smoke,
@@ -23,21 +23,6 @@ from .core import (
     take,
 )
 from .images import SMALL_SIDE, grey_if_grey, list_images, read_small
-
-FOLDER = DatasetInfo(
-    name="folder:PATH",
-    size="any number of images in class folders; held in memory when all are small (side up to 64) and alike",
-    source="your own images",
-    layout="PATH/train/<class>/*.jpg, PATH/test/<class>/*.jpg and, if you have it, PATH/val/<class>/*.jpg (png, ...);\n"
-    "or PATH/<class>/*.jpg with folder:PATH?test=0.2, which sets a fifth of every class aside",
-)
-TINY_IMAGENET = DatasetInfo(
-    name="tiny-imagenet",
-    size="100,000 train, 10,000 test (its validation part, which has labels), 200 classes, 3x64x64 images",
-    source="http://cs231n.stanford.edu/tiny-imagenet-200.zip (237 MB)",
-    layout="ROOT/tiny-imagenet-200/wnids.txt, words.txt, train/<wnid>/images/*.JPEG,\n"
-    "val/val_annotations.txt, val/images/*.JPEG (the zip, unpacked)",
-)
 
 
 def _pack(

@@ -9,16 +9,8 @@ import torch
 from torch import Tensor
 
 from .augment import Augment
-from .core import DataError, Dataset, DatasetInfo, Split, within_limit
+from .core import DataError, Dataset, Split, within_limit
 from .seeded import mix, shuffled
-
-MOSAIC = DatasetInfo(
-    name="mosaic(DATASET)",
-    size="as many mosaics as DATASET has images; labels are DATASET's classes",
-    source="made from DATASET: any single-label set of small images (digits-mosaic is mosaic(digits))",
-    layout="mosaic(cifar10), mosaic(folder:PATH)?grid=3x2&train=5000&test=1000&seed=1;\n"
-    "grid is rows x columns (2x2), train, val and test the numbers of mosaics, seed chooses the images",
-)
 
 
 def tiles(n: int, count: int, cells: int, seed: int) -> np.ndarray:

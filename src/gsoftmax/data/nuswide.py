@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..catalog import NUSWIDE
 from .augment import PRESETS
 from .core import (
     IMAGENET_MEAN,
     IMAGENET_STD,
     DataError,
     Dataset,
-    DatasetInfo,
     Split,
     is_smoke,
     locate,
@@ -23,15 +23,6 @@ from .core import (
 )
 from .images import list_images
 
-NUSWIDE = DatasetInfo(
-    name="nuswide",
-    size="161,789 train, 107,859 test in the paper (fewer after cleaning: 119,986 and 80,283), 81 labels, photographs",
-    source="images: https://lms.comp.nus.edu.sg/research/NUS-WIDE.htm; the four cleaned lists: "
-    "https://github.com/zhufengx/SRN_multilabel (train/test split files)",
-    layout="ROOT/nuswide/Concepts81.txt, ROOT/nuswide/images/...,\n"
-    "ROOT/nuswide/clean/nus_wide_{train,test}_imglist.txt: one line per image, its path and the number of its labels,\n"
-    "ROOT/nuswide/clean/nus_wide_{train,test}_label.txt: the same rows, 81 times 0 or 1",
-)
 _KNOWN = {(161_789, 107_859), (119_986, 80_283)}
 _MAX_LIST = 2**28
 

@@ -15,24 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..catalog import ARFF, NPZ
 from .augment import Augment
-from .core import DataError, Dataset, DatasetInfo, Split, first_line, is_smoke, read_bytes, take, within_limit
-
-NPZ = DatasetInfo(
-    name="npz:PATH",
-    size="any arrays: a table (N, D), or uint8 images (N, H, W), (N, H, W, C) or (N, C, H, W)",
-    source="your own arrays, saved with numpy.savez",
-    layout="x_train, y_train, x_test, y_test, if you have them x_val, y_val, and names (the classes' names);\n"
-    "y is (N,) integers or strings, or (N, L) of 0 and 1 for multi-label",
-)
-ARFF = DatasetInfo(
-    name="arff:PATH",
-    size="multi-label tables, dense or sparse, numeric and nominal columns",
-    source="your own, or e.g. the MULAN collection (https://mulan.sourceforge.net/datasets-mlc.html)",
-    layout="arff:x-train.arff,x-test.arff, or arff:x-train.arff with x-test.arff beside it, or arff:x.arff?test=0.3;\n"
-    "labels: ?labels=6 (the last six), else as in x.xml (MULAN), else MEKA's -C, else the {0,1} ones at the end",
-)
-
+from .core import DataError, Dataset, Split, first_line, is_smoke, read_bytes, take, within_limit
 
 # npz
 

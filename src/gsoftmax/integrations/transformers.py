@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attach import attached_loss, head_of
+from ..attachment import attached_loss, head_of
 from ..gaussians import GaussianLogits, param_groups
 from ..heads import LSoftmaxHead, SoftmaxHead
 

@@ -21,11 +21,9 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from .gaussians import GaussianLogits
-from .heads import GSoftmaxHead, LSoftmaxHead, SoftmaxHead
+from .heads import HEADS, GSoftmaxHead, LSoftmaxHead, SoftmaxHead
 
 __all__ = ["attach", "attached_loss", "check_optimised", "head_of"]
-
-HEADS: dict[str, type[SoftmaxHead]] = {"gsoftmax": GSoftmaxHead, "lsoftmax": LSoftmaxHead, "softmax": SoftmaxHead}
 
 _log = logging.getLogger(__name__)
 
