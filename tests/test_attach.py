@@ -584,7 +584,7 @@ def _hidden(module):
 
 MISTAKES = {
     "not a model": (lambda: attach(3), "model must be an nn.Module, got int"),
-    "head": (lambda: attach(mlp(), "arcface"), "head must be one of gsoftmax, lsoftmax, softmax, got 'arcface'"),
+    "head": (lambda: attach(mlp(), "arcface"), "head must be one of softmax, lsoftmax, gsoftmax, got 'arcface'"),
     "no classes": (lambda: attach(mlp(), num_classes=0), "num_classes must be 1 or more, got 0"),
     "classes": (lambda: attach(mlp(), num_classes="ten"), "num_classes must be an integer, got str"),
     "option": (lambda: attach(mlp(), lamda=2.0), "unexpected keyword argument 'lamda'"),
