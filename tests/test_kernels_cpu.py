@@ -5,9 +5,13 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,7 +33,7 @@ def need(path: str) -> None:
     why = native.unavailable() if path == "native" else ""
     if not why:
         return
-    if os.environ.get("CI") != "true" and not any(map(shutil.which, ("cc", "gcc", "clang"))):
+    if not any(map(shutil.which, ("cc", "gcc", "clang"))):
         pytest.skip(f"no C compiler on this machine: {why}")
     pytest.fail(f"{why}; build it with `python setup.py build_ext --inplace`")
 
@@ -100,8 +104,8 @@ def test_options(path: str, shape: tuple[int, ...]) -> None:
         weight = torch.rand(mu.shape, generator=torch.Generator().manual_seed(i)) + 0.1 if weighted else None
         ignore_index = -7 if kind == "ignored" else -100
         options = dict(weight=weight, reduction=reduction, label_smoothing=smoothing, ignore_index=ignore_index)
-        loss = run("plain", x, target, mu, sigma, **options)[0]
-        grad = torch.randn(loss.shape, generator=torch.Generator().manual_seed(i))
+        rows = x.shape[:1] + x.shape[2:] if reduction == "none" and x.ndim > 1 else ()
+        grad = torch.randn(rows, generator=torch.Generator().manual_seed(i))
         seen = run(path, x, target, mu, sigma, grad=grad, **options)
         assert seen[0].dtype == torch.float32
         assert_close(seen, run("plain", x, target, mu, sigma, grad=grad, dtype=torch.float64, **options), 5e-6, 0.05)
@@ -363,19 +367,15 @@ def test_instruction_sets(compiled: None, monkeypatch: pytest.MonkeyPatch, isa: 
 @pytest.mark.parametrize("team", (True, False))
 def test_threads(compiled: None, monkeypatch: pytest.MonkeyPatch, team: bool) -> None:
     """Any number of them, torch's or our own: the same to rounding, and always the same bits."""
-    args = example(257, 1003)
-    before = torch.get_num_threads()
+    args = example(257, 7003)
     if not team:
         monkeypatch.setattr(native, "_team", 0)
-    try:
-        results = []
-        for threads in (1, 2, 3, 7):
-            torch.set_num_threads(threads)
-            results.append(all_of_native(*args))
-            for _ in range(3):
-                assert all(torch.equal(a, b) for a, b in zip(all_of_native(*args), results[-1], strict=True))
-    finally:
-        torch.set_num_threads(before)
+    results = []
+    for threads in (1, 2, 3, 7) if team else (1, 2, 7, 100, 500):  # 109 of them have enough to do
+        monkeypatch.setattr(native, "_get_num_threads", lambda threads=threads: threads)
+        results.append(all_of_native(*args))
+        for _ in range(3 if threads < 100 else 1):
+            assert all(torch.equal(a, b) for a, b in zip(all_of_native(*args), results[-1], strict=True))
     for seen in results[1:]:
         assert torch.equal(seen[1], results[0][1])
         assert_close(seen, results[0], 1e-6)
@@ -584,8 +584,10 @@ def test_sigma_is_looked_at(path: str) -> None:
 def test_explain(compiled: None) -> None:
     x, target, mu, sigma = example(4, 5)
     path = kernels.explain(x, target, mu, sigma)
-    assert path.name == "native" and native.INSTRUCTIONS[native.best_instructions()] in path.why
-    assert str(path) == f"native: {path.why}"
+    threads = torch.get_num_threads()
+    end = f"{native.explain_instructions()}, {threads} thread{'s' if threads > 1 else ''}"
+    assert str(path) == f"native: the compiled kernel, {end}"
+    assert kernels.explain(x, target, mu, sigma, impl="native").why == f"impl='native', {end}"
     assert kernels.explain(x, target, mu, sigma, impl="chunked") == kernels.Path("chunked", "impl='chunked'")
     assert kernels.explain(x, target, 0.0, 1.0, 0.0).why.startswith("lam is 0")
     assert kernels.explain(x.double(), target, mu, sigma) == kernels.Path("plain", "x is torch.float64")
@@ -649,19 +651,132 @@ def test_without_the_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         gsoftmax_cross_entropy(*small, impl="native")
 
 
-def test_a_library_that_does_not_load(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    broken = tmp_path / "_native.so"
+def test_which_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processor's widest, but none wider than torch's, and what tests ask for."""
+    cases = {
+        (3, "AVX512", ""): "AVX-512",
+        (3, "SOMETHING NEW", ""): "AVX-512",
+        (2, "AVX512", ""): "AVX2",
+        (1, "SVE256", ""): native.INSTRUCTIONS[1],
+        (3, "AVX2", "avx2"): "AVX2 (ATEN_CPU_CAPABILITY; the processor has AVX-512)",
+        (2, "DEFAULT", "default"): f"{native.INSTRUCTIONS[1]} (ATEN_CPU_CAPABILITY; the processor has AVX2)",
+        (3, "AVX2", ""): "AVX2 (no wider than torch's; the processor has AVX-512)",
+    }
+    for name in ("_call", "_why", "_team", "_best", "_taken"):
+        monkeypatch.setattr(native, name, getattr(native, name))
+    for (processor, torchs, variable), expected in cases.items():
+        monkeypatch.setattr(native, "_why", "not looked for")
+        library = SimpleNamespace(gsoftmax_best_isa=lambda processor=processor: processor, gsoftmax_cross_entropy=None)
+        monkeypatch.setattr(native, "_load", lambda library=library: (library, ""))
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda torchs=torchs: torchs)
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", variable)
+        assert native.explain_instructions() == expected
+    monkeypatch.setattr(native, "instructions", 1)
+    why = f"{native.INSTRUCTIONS[1]} (native.instructions; the processor has AVX-512)"
+    assert native.explain_instructions() == why
+
+
+def test_a_process_of_its_own() -> None:
+    """torch's variable holds for the kernel too, and importing the package does not import Triton."""
+    code = """if 1:
+        import sys, gsoftmax, torch
+        from gsoftmax.kernels import native
+        assert not any(name.split(".")[0] == "triton" for name in sys.modules)
+        assert native.unavailable() or native._taken == 1, native._taken
+    """
+    env = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True)
+
+
+# ------------------------------------------------------------------------------------------- a library built elsewhere
+
+SOURCE = Path(native.__file__).with_name("native.c")
+
+
+def compilers(folder: Path) -> list[str]:
+    """Those of this machine that can make a library, each once."""
+    (folder / "probe.c").write_text("#include <math.h>\n#include <pthread.h>\nint one(void) { return 1; }\n")
+    found = {}
+    for name in ("cc", "gcc", "clang", "aarch64-linux-gnu-gcc"):
+        file = shutil.which(name)
+        command = [name, "-shared", "-fPIC", "-o", folder / "probe.so", folder / "probe.c"]
+        if file and not subprocess.run(command, capture_output=True).returncode:
+            found.setdefault(os.path.realpath(file), name)
+    return list(found.values())
+
+
+def test_compiles_without_a_warning_and_with_each_instruction_in_its_place(tmp_path: Path) -> None:
+    """Only the copies meant for them have AVX instructions: the rest must run on a processor without any."""
+    library = tmp_path / "kernel.so"
+    for compiler in compilers(tmp_path):
+        x86 = platform.machine() == "x86_64" and not compiler.startswith("aarch64")
+        # not all warnings: compilers to come will have others
+        errors = [f"-Werror={name}" for name in ("implicit-function-declaration", "int-conversion", "format")]
+        options = ["-O2", "-Wall", "-Wextra", *errors, "-shared", "-fPIC", *(["-march=x86-64"] if x86 else [])]
+        subprocess.run([compiler, *options, "-o", library, SOURCE, "-lm", "-lpthread"], check=True)
+        if not x86 or not shutil.which("objdump"):
+            continue
+        command = ["objdump", "-d", "--no-show-raw-insn", library]
+        lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+        function, wide = "", set()
+        for line in lines:
+            if header := re.match(r"[0-9a-f]+ <(.+)>:$", line):
+                function = header[1]
+            elif re.match(r"\s+[0-9a-f]+:\s+v", line):  # AVX, all of it
+                wide.add(re.search("_(avx2|avx512)|$", function)[1] or function)
+        assert wide == {"avx2", "avx512"}, compiler
+
+
+@pytest.mark.parametrize("lie", ("__SIZEOF_POINTER__=4", "__BYTE_ORDER__=__ORDER_BIG_ENDIAN__"))
+def test_refused_where_numbers_would_be_wrong(tmp_path: Path, lie: str) -> None:
+    """The layout of a job takes 64 bits and little-endian numbers for granted."""
+    for compiler in compilers(tmp_path):
+        command = [compiler, "-w", "-fsyntax-only", f"-D{lie}", SOURCE]
+        assert "64-bit little-endian" in subprocess.run(command, capture_output=True, text=True).stderr, compiler
+
+
+def test_a_library_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Built for another machine, from another version, or not at all: said in words, and the loss goes another way."""
+
+    def why(library: Path | None, source: Path = SOURCE) -> str:
+        for name, value in (("_call", None), ("_why", "not looked for"), ("_files", lambda: (library, source))):
+            monkeypatch.setattr(native, name, value)
+        path = kernels.explain(*large)
+        assert path.name == "chunked" and path.why == native.unavailable()
+        with pytest.raises(RuntimeError, match=re.escape(path.why)):
+            all_of_native(*large)
+        return path.why
+
+    large = example(40, 1000)
+    built, _ = native._files()
+    again = "; install gsoftmax again to build it here"
+    nowhere, other, broken = tmp_path / "native.c", tmp_path / "_native.cpython-27-vax.so", tmp_path / "broken.so"
+    assert why(None, nowhere) == "the compiled kernel was not built (no C compiler when the package was installed)"
+    other.write_bytes(b"")
+    assert (
+        why(None, nowhere) == f"the compiled kernel was not built for this Python and machine, only {other.name}{again}"
+    )
     broken.write_bytes(b"not a library")
-    monkeypatch.setattr(native, "_file", lambda: broken)
-    call, why = native._load()
-    assert call is None and why.startswith("the compiled kernel does not load")
-    monkeypatch.setattr(native, "_file", lambda: None)
-    assert "was not built" in native._load()[1]
-
-
-def test_import_needs_no_triton() -> None:
-    code = "import sys, gsoftmax, torch; sys.exit(any(m.split('.')[0] == 'triton' for m in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], env={**os.environ}).returncode == 0
+    said = why(broken)
+    assert said.startswith("the compiled kernel does not load; was it built on another machine? (") and again in said
+    another_version = f"the compiled kernel was built from another version of native.c{again}"
+    assert why(Path(torch._C.__file__)) == another_version  # none of the names in it
+    if built:
+        nowhere.write_bytes(SOURCE.read_bytes() + b"\n")
+        assert why(built, nowhere) == another_version
+        nowhere.unlink()
+        monkeypatch.setattr(native, "_files", lambda: (built, nowhere))
+        assert native._load()[1] == ""  # an installed package has no source
+        elsewhere = bytearray(built.read_bytes())
+        elsewhere[18:20] = b"\x08\x00"  # an ELF header's processor: MIPS
+        broken.write_bytes(elsewhere)
+        if elsewhere.startswith(b"\x7fELF"):
+            assert why(broken).startswith("the compiled kernel does not load")
+    for compiler in compilers(tmp_path):
+        (tmp_path / "new.c").write_text("int missing(void); int gsoftmax_cross_entropy(void) { return missing(); }")
+        subprocess.run([compiler, "-shared", "-fPIC", "-o", broken, tmp_path / "new.c"], check=True)
+        broken.rename(tmp_path / f"{compiler}.so")  # a loader may know a file by its name
+        assert why(tmp_path / f"{compiler}.so").startswith("the compiled kernel does not load")
 
 
 # ----------------------------------------------------------------------------------------------------------- properties

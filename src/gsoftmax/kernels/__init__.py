@@ -76,7 +76,7 @@ def explain(
     name, why = _choose(x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing, impl)
     if name == "native":
         threads = torch.get_num_threads()
-        why += f": {native.INSTRUCTIONS[native.best_instructions()]}, {threads} thread{'s' if threads > 1 else ''}"
+        why += f", {native.explain_instructions()}, {threads} thread{'s' if threads > 1 else ''}"
     return Path(name, why)
 
 

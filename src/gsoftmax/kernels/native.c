@@ -1,8 +1,8 @@
 /* Cross entropy of z = x + lam * Phi((x - mu) / sigma): the loss and every gradient, read off x in one call.
  *
  * Plain C on raw pointers: no Python and no torch headers, so it is built by any GCC or Clang and called with ctypes
- * (native.py packs `struct job`).  The file includes itself once for each instruction set (the part under `#ifdef W`),
- * and `gsoftmax_cross_entropy` picks the widest one that the processor has.
+ * (native.py packs `struct job`).  The file includes itself once for each instruction set (the part under `#ifdef W`);
+ * native.py asks `gsoftmax_best_isa` once what the processor has and names the copy to run in every job.
  *
  * A thread takes a run of rows, a few rows at a time, and the classes in tiles that fit the first-level cache:
  *
@@ -35,6 +35,16 @@
 #if !defined(__GNUC__)
 #error "needs the vector types of GCC or Clang"
 #endif
+#if __SIZEOF_POINTER__ != 8 || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "written for 64-bit little-endian machines and tried on no others"
+#endif
+
+/* The checksum of this file when it was compiled, from setup.py: native.py refuses what another version made. */
+#ifndef SOURCE
+#define SOURCE 0
+#endif
+extern const uint32_t gsoftmax_source;
+__attribute__((visibility("default"))) const uint32_t gsoftmax_source = SOURCE;
 
 enum { FLOAT32, BFLOAT16, FLOAT16 };
 enum { NONE, MEAN, SUM };
@@ -53,9 +63,10 @@ struct job {
     int64_t x_stride[3], dx_stride[3], prob_stride[3];
     int64_t ignore_index, reduction, threads;
     void *team;                       /* GOMP_parallel of the OpenMP runtime that torch uses, or null */
-    int64_t isa;                      /* 0: the best one, else 1 baseline, 2 AVX2, 3 AVX-512 */
+    int64_t isa;                      /* 1 baseline, 2 AVX2, 3 AVX-512; never above gsoftmax_best_isa() */
     double lam, smoothing, scale;     /* scale multiplies every gradient */
 };
+_Static_assert(sizeof(struct job) == 32 * 8, "native.py packs 32 fields of eight bytes");
 
 enum { OK, BAD_LABEL, BAD_SIGMA, NO_MEMORY };
 
@@ -182,6 +193,7 @@ static void scatter(const struct job *j, const float *from, int64_t cp, int64_t 
 /* ------------------------------------------------------------------------------------- one copy per instruction set */
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 
 /* Clang and GCC spell "these functions may use AVX-512" differently. */
@@ -228,16 +240,21 @@ static void scatter(const struct job *j, const float *from, int64_t cp, int64_t 
 
 /* --------------------------------------------------------------------------------------------------------- the call */
 
-/* The instruction sets that this machine can run: 1 baseline, 2 AVX2, 3 AVX-512. */
+/* The widest instruction set that this machine can run: 1 baseline, 2 AVX2, 3 AVX-512.  These are the ones named in the
+ * targets above; __builtin_cpu_supports looks at the operating system too, but knows f16c only in newer compilers. */
 __attribute__((visibility("default"))) int64_t gsoftmax_best_isa(void) {
 #if defined(__x86_64__)
+    unsigned a, b, c = 0, d;
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq"))
-        return 3;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return 2;
-#endif
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 1;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_F16C)) return 1;
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                   __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")
+               ? 3
+               : 2;
+#else
     return 1;
+#endif
 }
 
 static void work(void *data) {
@@ -281,7 +298,9 @@ static void *start_thread(void *data) {
 }
 
 /* what(p) on every thread of the team.  torch's own OpenMP threads are used where its runtime can be found: a second
- * pool would have to be woken while the first is still spinning. */
+ * pool would have to be woken while the first is still spinning.  GOMP_parallel is GNU's, and the runtimes of Intel and
+ * LLVM export it too, for programs built by GCC.  Where it is missing, threads are made here.  Those that run, 65 at
+ * most or as many as can be made, take the shares of the others. */
 static void in_parallel(void (*what)(void *), struct plan *p) {
     atomic_store(&p->next, 0);
     if (p->runs == 1) {
@@ -363,7 +382,7 @@ __attribute__((visibility("default"))) int64_t gsoftmax_cross_entropy(const stru
     p.group = p.group < 1 ? 1 : p.group > GROUP ? GROUP : p.group;
     p.rows_of = rows_baseline;
 #if defined(__x86_64__)
-    switch (j->isa ? j->isa : gsoftmax_best_isa()) {
+    switch (j->isa) {
     case 2: p.rows_of = rows_avx2; break;
     case 3: p.rows_of = rows_avx512; break;
     }

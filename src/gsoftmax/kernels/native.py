@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import platform
 import struct
+import zlib
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,9 @@ from torch import Tensor
 
 __all__ = ["INSTRUCTIONS", "evaluate", "unavailable"]
 
-INSTRUCTIONS = {1: "baseline", 2: "AVX2", 3: "AVX-512"}
+# The first is what every processor of its kind has.
+_BASELINES = {"x86_64": "SSE2", "aarch64": "NEON", "arm64": "NEON"}
+INSTRUCTIONS = {1: _BASELINES.get(platform.machine(), "baseline"), 2: "AVX2", 3: "AVX-512"}
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
@@ -24,48 +29,76 @@ _NO_STRIDES: tuple[int, ...] = (0, 0, 0)
 _pack = struct.Struct("@11Q 4q 9q 3q Q q 3d".replace(" ", "")).pack
 _empty, _empty_like, _get_num_threads = torch.empty, torch.empty_like, torch.get_num_threads
 
+_REINSTALL = "install gsoftmax again to build it here"
+
 _call: Any = None  # the function, once it has been looked for
 _why = "not looked for"
 _team = 0
-instructions = 0  # 0: the best that the processor has; tests ask for others
+_best = _taken = 0  # what the processor has, and what this process uses
+instructions = 0  # a number of INSTRUCTIONS instead of `_taken`, for tests
 
 
 def unavailable() -> str:
     """Why the compiled kernel cannot be used, in words; empty when it can."""
-    global _call, _why, _team
+    global _call, _why, _team, _best, _taken
     if _why == "not looked for":
-        _call, _why = _load()
-        # The threads of torch's own OpenMP runtime, which is in the process already, instead of a second pool.
-        team = getattr(ctypes.CDLL(None), "GOMP_parallel", None) if _call else None
-        _team = ctypes.cast(team, ctypes.c_void_p).value or 0 if team else 0
+        library, why = _load()
+        if library is not None:
+            _best = library.gsoftmax_best_isa()
+            # Never wider than torch's own kernels, so that its variable ATEN_CPU_CAPABILITY holds for ours as well.
+            _taken = min(_best, {"DEFAULT": 1, "NO AVX": 1, "AVX2": 2}.get(torch.backends.cpu.get_cpu_capability(), 3))
+            # The threads of torch's own OpenMP runtime, which is in the process already, instead of a second pool.
+            # Where none is found by this name, native.c makes threads itself.  A runtime that is not torch's, found
+            # first, gives the same numbers from a second pool.
+            team = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
+            _team = ctypes.cast(team, ctypes.c_void_p).value or 0 if team else 0
+            _call = library.gsoftmax_cross_entropy
+        _why = why
     return _why
 
 
 def best_instructions() -> int:
     """The widest instruction set of `INSTRUCTIONS` that this processor has; 0 without the compiled kernel."""
-    return 0 if unavailable() else _library().gsoftmax_best_isa()
+    return 0 if unavailable() else _best
 
 
-def _file() -> Path | None:
-    files = (Path(__file__).with_name("_native" + suffix) for suffix in EXTENSION_SUFFIXES)
-    return next((file for file in files if file.exists()), None)
+def explain_instructions() -> str:
+    """The instruction set that the kernel uses and, where the processor has a wider one, why not that."""
+    best, taken = best_instructions(), instructions or _taken
+    if taken == best:
+        return INSTRUCTIONS[taken]
+    variable = "ATEN_CPU_CAPABILITY"
+    why = "native.instructions" if instructions else variable if os.environ.get(variable) else "no wider than torch's"
+    return f"{INSTRUCTIONS[taken]} ({why}; the processor has {INSTRUCTIONS[best]})"
 
 
-def _library() -> ctypes.CDLL:
-    return ctypes.CDLL(str(_file()))
+def _files() -> tuple[Path | None, Path]:
+    """The library, if there is one that this Python could load, and its source, which only a checkout has."""
+    here = Path(__file__)
+    libraries = (here.with_name("_native" + suffix) for suffix in EXTENSION_SUFFIXES)
+    return next((file for file in libraries if file.exists()), None), here.with_name("native.c")
 
 
 def _load() -> tuple[Any, str]:
-    if _file() is None:
+    file, source = _files()
+    if file is None:
+        others = ", ".join(sorted(v.name for v in source.parent.glob("_native.*")))
+        if others:
+            return None, f"the compiled kernel was not built for this Python and machine, only {others}; {_REINSTALL}"
         return None, "the compiled kernel was not built (no C compiler when the package was installed)"
     try:
-        library = _library()
-        call = library.gsoftmax_cross_entropy
-    except (OSError, AttributeError) as error:
-        return None, f"the compiled kernel does not load: {error}"
-    call.argtypes, call.restype = [ctypes.c_char_p], ctypes.c_int64
-    library.gsoftmax_best_isa.restype = ctypes.c_int64
-    return call, ""
+        library = ctypes.CDLL(str(file))
+    except OSError as error:
+        return None, f"the compiled kernel does not load; was it built on another machine? ({error}); {_REINSTALL}"
+    try:
+        call, best = library.gsoftmax_cross_entropy, library.gsoftmax_best_isa
+        made_from = ctypes.c_uint32.in_dll(library, "gsoftmax_source").value
+    except (AttributeError, ValueError):
+        made_from = None
+    if made_from is None or (source.exists() and made_from != zlib.crc32(source.read_bytes())):
+        return None, f"the compiled kernel was built from another version of native.c; {_REINSTALL}"
+    call.argtypes, call.restype, best.restype = [ctypes.c_char_p], ctypes.c_int64, ctypes.c_int64
+    return library, ""
 
 
 def _strides(v: Tensor) -> tuple[int, ...]:
@@ -158,7 +191,7 @@ def evaluate(
             _REDUCTIONS[reduction],
             _get_num_threads(),
             _team,
-            instructions,
+            instructions or _taken,
             lam,
             label_smoothing,
             scale,
