@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,12 +25,13 @@ ARGUMENTS = [
     "--disable-component-update",
     "--disable-sync",
 ]
+PATIENCE = 300_000  # milliseconds: a busy machine is no reason to fail
 
 
 def need(thing, how):
-    """Skips, and says so; on CI nothing may be left out."""
+    """Skips, and says so; with NEED_BROWSER=1, as on the project's own CI, nothing may be left out."""
     text = f"browser tests left out: no {thing} on this machine ({how})"
-    if os.environ.get("CI") == "true":
+    if os.environ.get("NEED_BROWSER") or os.environ.get("GITHUB_ACTIONS") == "true":
         pytest.fail(text)
     pytest.skip(text)
 
@@ -39,11 +42,14 @@ def browser():
     if path is None:
         need("Chromium", "apt-get install chromium")
     try:
-        from playwright.sync_api import sync_playwright
+        from playwright.sync_api import Error, sync_playwright
     except ImportError:
         need("playwright", "pip install 'gsoftmax[dev]'")
     with sync_playwright() as driver:
-        running = driver.chromium.launch(executable_path=path, args=ARGUMENTS)
+        try:
+            running = driver.chromium.launch(executable_path=path, args=ARGUMENTS, timeout=PATIENCE)
+        except Error as error:  # as the stand-in that Ubuntu has for a snap
+            need("Chromium that starts", " ".join(str(error).split())[:200])
         yield running
         running.close()
 
@@ -67,7 +73,9 @@ def visit(browser, pages):
     trouble, contexts = [], []
 
     def open_(name, *, width=1200, scheme="light"):
-        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True)
+        viewport, here = {"width": width, "height": 900}, {"locale": "de-DE", "timezone_id": "Pacific/Kiritimati"}
+        context = browser.new_context(viewport=viewport, color_scheme=scheme, offline=True, **here)
+        context.set_default_timeout(PATIENCE)
         contexts.append(context)
         tab = context.new_page()
         tab.on("console", lambda m: trouble.append(f"console: {m.text}") if m.type in ("error", "warning") else None)
@@ -261,16 +269,22 @@ def test_no_sideways_scrolling_on_a_phone(visit, name):
 
 
 @pytest.mark.parametrize(
-    "name, scheme", [("compare", "light"), ("compare", "dark"), ("analyze", "light"), ("playground", "dark")]
+    "name, scheme, rules",
+    [
+        ("compare", "light", {}),
+        ("compare", "dark", {"runOnly": ["color-contrast"]}),  # nothing else depends on the scheme
+        ("analyze", "light", {}),
+        ("playground", "dark", {}),
+    ],
 )
-def test_accessibility(visit, name, scheme):
-    try:
-        from axe_playwright_python.sync_playwright import Axe
-    except ImportError:
+def test_accessibility(visit, name, scheme, rules):
+    spec = importlib.util.find_spec("axe_playwright_python")  # importing it reads axe in the locale's encoding
+    if spec is None:
         need("axe-core", "pip install axe-playwright-python")
     tab = visit(name, scheme=scheme)
     tab.evaluate("for (const d of document.querySelectorAll('details')) d.open = true")
-    found = Axe().run(tab).response["violations"]
+    tab.evaluate(Path(spec.origin).with_name("axe.min.js").read_text("utf-8"))
+    found = tab.evaluate("options => axe.run(options)", {"resultTypes": ["violations"], **rules})["violations"]
     serious = [(v["id"], v["nodes"][0]["html"][:200]) for v in found if v["impact"] in ("serious", "critical")]
     assert serious == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import re
 import signal
@@ -40,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser.print_help()
         return 0
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names of classes may have letters that the locale has not
+            stream.reconfigure(errors="backslashreplace")
     before = warnings.showwarning, signal.getsignal(signal.SIGTERM)
     warnings.showwarning = _show_warning
     try:

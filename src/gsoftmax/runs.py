@@ -211,7 +211,7 @@ def whole_file(path: Path, checked: bool = False) -> Iterator[Path]:
 
 def write_atomically(path: Path, text: str) -> None:
     with whole_file(path) as partial:
-        partial.write_text(text)
+        partial.write_text(text, encoding="utf-8")
 
 
 def first_line(error: BaseException) -> str:

@@ -1,1 +1,12 @@
-"""Thin adapters to training frameworks; each module needs its framework, nothing else does."""
+"""Adapters for other people's trainers: Hugging Face, Lightning, TensorBoard; each is imported on first use."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in ("lightning", "tensorboard", "transformers"):
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
