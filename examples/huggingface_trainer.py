@@ -31,7 +31,7 @@ torch.manual_seed(0)
 digits = load("digits")
 config = ViTConfig(
     image_size=8,
-    patch_size=2,
+    patch_size=4,
     num_channels=1,
     hidden_size=64,
     num_hidden_layers=2,
@@ -44,7 +44,7 @@ model = gsoftmax.attach(ViTForImageClassification(config), "gsoftmax", lam=1.0)
 with tempfile.TemporaryDirectory() as folder:
     arguments = TrainingArguments(
         output_dir=folder,
-        num_train_epochs=10,
+        num_train_epochs=8,
         per_device_train_batch_size=64,
         per_device_eval_batch_size=250,
         learning_rate=3e-3,

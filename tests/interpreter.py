@@ -1,12 +1,17 @@
 """Triton kernels on a GPU where there is one, and otherwise in Triton's interpreter; for the tests that need either.
 
-Triton decides between the two when it is first imported, which any other test may have done already.  So such a test
-file has one test for the outside, which starts a process of its own; what that process runs are the file's functions
-called check_*.
+Triton decides between the two when it is first imported, which any other test may have done already.  So what tests
+kernels is in functions called check_*, which run in another process, one for all files that have such functions.
+Those files end with `test_on_the_kernels = in_another_process(__file__, globals())`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gc
+import io
+import json
 import os
 import subprocess
 import sys
@@ -24,18 +29,57 @@ CANNOT = 77
 quiet = pytest.mark.filterwarnings("ignore:.*deterministic")
 
 
-def run_checks(file: str) -> None:
-    """The check_* functions of a test file, in a process of their own."""
-    command = [sys.executable, "-m", "pytest", file, "-q", "-x", "-o", "python_functions=check_*", "-W", "error"]
-    command += ["-p", "no:cacheprovider", "-p", "no:xdist", "--show-capture=no", "--tb=short"]
-    environment = dict(os.environ, OMP_NUM_THREADS="1")
+@functools.cache
+def _process() -> subprocess.Popen[str]:
+    """It takes a check's name a line and answers with a line; it ends with the process that started it."""
+    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    environment.pop("PYTEST_ADDOPTS", None)
     if not GPU:
         environment["TRITON_INTERPRET"] = "1"
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode == CANNOT:
-        pytest.skip("the interpreter of this Triton does not work with this numpy")
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    pipe = subprocess.PIPE
+    started = subprocess.Popen([sys.executable, __file__], env=environment, stdin=pipe, stdout=pipe, text=True)
+    started.stdout.readline()  # all is imported
+    return started
+
+
+@pytest.fixture
+def process():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    return _process()
+
+
+def in_another_process(file: str, names: dict[str, object]):
+    """A test for each check among the names of a test file."""
+
+    @pytest.mark.parametrize("check", [name for name in names if name.startswith("check_")])
+    def test(check, process):
+        print(json.dumps(f"{file}::{check}"), file=process.stdin, flush=True)
+        answer = process.stdout.readline()
+        if not answer:
+            _process.cache_clear()
+            pytest.fail(f"the process that runs the checks ended with {process.wait()}")
+        status, output = json.loads(answer)
+        if status == CANNOT:
+            pytest.skip("the interpreter of this Triton does not work with this numpy")
+        assert status == 0, output[-6000:]
+        if " passed" not in output:
+            pytest.skip("it needs a GPU")
+
+    return test
+
+
+def _answer() -> None:
+    options = ["-q", "-x", "-o", "addopts=", "-o", "python_functions=check_*", "-W", "error", "-p", "no:cacheprovider"]
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # where anything else is printed
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin:
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            status = pytest.main([*options, "--show-capture=no", "--tb=short", json.loads(line)])
+        gc.freeze()  # pytest collects garbage five times a run: not among all of torch
+        print(json.dumps([status, output.getvalue()]), file=answers, flush=True)
+    gc.unfreeze()
 
 
 if INSIDE:
@@ -61,7 +105,11 @@ def loops():
 @pytest.fixture(autouse=True)
 def poisoned():
     """torch.empty gives NaN, or the largest integer, so that what a kernel does not write is seen; numpy is quiet."""
-    torch.use_deterministic_algorithms(True, warn_only=GPU)
+    torch.set_deterministic_debug_mode("warn" if GPU else "error")  # without the import that the other way brings
     with np.errstate(all="ignore"):
         yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
+
+
+if __name__ == "__main__":
+    _answer()

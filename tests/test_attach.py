@@ -9,10 +9,11 @@ import importlib
 import logging
 import warnings
 
+import processes
 import pytest
 import torch
-import torch.multiprocessing as mp
 import torch.nn.functional as F
+from processes import one_thread  # noqa: F401
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -121,11 +122,6 @@ def steps(model, optimizer, n=1, criterion=F.cross_entropy):
         optimizer.zero_grad()
         criterion(model(x), y).backward()
         optimizer.step()
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
 
 
 # ----------------------------------------------------------------------------------------------- the models people have
@@ -874,23 +870,14 @@ def _train_steps(case, wrap, rank, world):
     return grads, model.state_dict()
 
 
-def _two_processes(rank, path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
-    torch.save({case: _train_steps(case, True, rank, 2) for case in CASES}, path / f"{rank}.pt")
-    torch.distributed.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    path = tmp_path_factory.mktemp("ddp")
-    mp.spawn(_two_processes, (path,), nprocs=2)
-    return [torch.load(path / f"{rank}.pt") for rank in range(2)]
+def _one_of_two(rank, case):
+    return _train_steps(case, True, rank, 2)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_processes_are_one_on_the_joined_batch(ranks, case):
+def test_two_processes_are_one_on_the_joined_batch(case, tmp_path):
     one = _train_steps(case, False, 0, 1)
-    (grads, state), other = ranks[0][case], ranks[1][case]
+    (grads, state), other = processes.run(2, _one_of_two, case, store=tmp_path / "store")
     if CASES[case][1].get("gaussians") != "tracked" and CASES[case][0] == "gsoftmax":
         assert {"2.gaussians.mu", "2.gaussians.rho"} <= set(grads[0])
         moved = (grads[0]["2.gaussians.mu"] != 0).all() and (grads[0]["2.gaussians.rho"] != 0).all()

@@ -184,13 +184,14 @@ def test_the_seed_decides_the_weights(name, shape, options, features):
 
 @pytest.mark.parametrize("name", ["vgg16", "wrn-16-4", "densenet-40-12", "resnet9", "cnn"])
 def test_channels_last_gives_the_same_features(name):
+    """In float64: the two layouts add up in two orders, and how far float32 is off then depends on the processor."""
     torch.manual_seed(0)
-    network = backbones.create(name, input_shape=(3, 32, 32)).eval()
-    images = torch.randn(2, 3, 32, 32)
+    network = backbones.create(name, input_shape=(3, 32, 32)).double().eval()
+    images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     with torch.no_grad():
         plain = network(images)
         fast = network.to(memory_format=torch.channels_last)(images.contiguous(memory_format=torch.channels_last))
-    torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(fast, plain, rtol=0, atol=1e-10 * plain.abs().max().item())
 
 
 @pytest.mark.parametrize("name", ["vgg16", "wrn-16-4", "densenet-bc-40-12", "resnet9"])
@@ -223,8 +224,8 @@ def test_convolutions_start_with_he_fan_out(name):
 @pytest.mark.parametrize("name", ["resnet9", "wrn-10-1", "densenet-10-4", "vgg16", "cnn"])
 def test_torch_compile_sees_one_graph(name):
     torch.manual_seed(0)
-    network = backbones.create(name, input_shape=(3, 32, 32), **({"dropout": 0.0} if name == "vgg16" else {}))
-    images = torch.randn(4, 3, 32, 32)
+    network = backbones.create(name, input_shape=(3, 32, 32), **({"dropout": 0.0} if name == "vgg16" else {})).double()
+    images = torch.randn(4, 3, 32, 32, dtype=torch.float64)
     traced = torch.compile(network, backend="eager", fullgraph=True)  # a graph break would raise
     torch.testing.assert_close(traced(images), network(images))
 
@@ -249,7 +250,7 @@ def test_pool_changes_the_features_and_nothing_else(name):
     assert a.shape == m.shape == (2, average.num_features)
     assert not torch.allclose(a, m)
     if name != "cnn":  # it has a linear layer behind the pooling
-        assert (m >= a - 1e-6).all()
+        assert (m >= a - 1e-5 * a.abs()).all()  # a mean of up to 2304 floats is rounded
 
 
 # --- DenseNet by recomputation ---------------------------------------------------------------------------------------
@@ -261,7 +262,8 @@ def test_memory_efficient_densenet_is_the_same_network(bc, dropout):
     def step(memory_efficient):
         torch.manual_seed(0)
         network = DenseNet((3, 16, 16), depth=16, growth=4, bc=bc, dropout=dropout, memory_efficient=memory_efficient)
-        images = torch.randn(4, 3, 16, 16)
+        network.double()
+        images = torch.randn(4, 3, 16, 16, dtype=torch.float64)
         for _ in range(2):
             network(images).square().sum().backward()
         return network
@@ -340,10 +342,10 @@ def test_whitening_refuses_other_images(images):
 
 def test_resnet9_convolutions_start_as_the_identity():
     torch.manual_seed(0)
-    block = backbones.create("resnet9", input_shape=(3, 32, 32)).blocks[1]
-    x = torch.randn(2, 64, 8, 8)
+    block = backbones.create("resnet9", input_shape=(3, 32, 32)).blocks[1].double()
+    x = torch.randn(2, 64, 8, 8, dtype=torch.float64)
     torch.testing.assert_close(block.conv(x)[:, :64], x)
-    x = torch.randn(2, 256, 8, 8)
+    x = torch.randn(2, 256, 8, 8, dtype=torch.float64)
     torch.testing.assert_close(block.convs[0](x), x)
 
 
@@ -403,10 +405,12 @@ def test_cnn_learns_the_digits_in_a_second_or_two():
 def test_resnet101_is_torchvisions_with_either_pooling():
     import torchvision
 
-    torch.manual_seed(0)
     reference = torchvision.models.resnet101().eval()
-    torch.manual_seed(0)
-    gap = backbones.create("resnet101", input_shape=(3, 64, 64)).eval()
+    state = {key: tensor for key, tensor in reference.state_dict().items() if not key.startswith("fc.")}
+    with torch.device("meta"):
+        gap, gmp = (backbones.create("resnet101", input_shape=(3, 64, 64), pool=pool).eval() for pool in (None, "max"))
+    for network in (gap, gmp):
+        network.load_state_dict(state, assign=True)
     assert gap.num_features == 2048
     assert count(gap) == count(reference) - 2049 * 1000
     images = torch.randn(2, 3, 64, 64)
@@ -415,8 +419,6 @@ def test_resnet101_is_torchvisions_with_either_pooling():
     with torch.no_grad():
         x = reference(images)
         torch.testing.assert_close(reference.fc(gap(images)), x)
-        gmp = backbones.create("resnet101", input_shape=(3, 64, 64), pool="max").eval()
-        gmp.load_state_dict(gap.state_dict())
         torch.testing.assert_close(gmp(images), maps["last"].amax((2, 3)))
         assert gmp(torch.randn(1, 3, 96, 96)).shape == (1, 2048)  # another size, the same network
 
@@ -524,20 +526,21 @@ def test_weights_of_the_whole_classifier_fit(tmp_path, name, whole):
 def test_old_names_in_densenet_files(tmp_path):
     import torchvision
 
-    torch.manual_seed(0)
-    reference = torchvision.models.densenet121().eval()
+    with torch.device("meta"):
+        reference = torchvision.models.densenet121().state_dict()
     state = {}
-    for key, tensor in reference.state_dict().items():
+    for number, (key, tensor) in enumerate(reference.items()):  # each tensor holds a number of its own
         for part in ("norm1", "norm2", "conv1", "conv2"):
             if "denselayer" in key:
                 key = key.replace(f".{part}.", f".{part[:-1]}.{part[-1]}.")
-        state[key] = tensor
+        state[key] = torch.full_like(tensor, number, device="cpu")
     assert any(".norm.1." in key for key in state)
     path = save(state, tmp_path / "densenet121.pth")
-    network = backbones.create("torchvision:densenet121", input_shape=(3, 64, 64), weights=path).eval()
-    images = torch.randn(2, 3, 64, 64)
-    with torch.no_grad():
-        torch.testing.assert_close(reference.classifier(network(images)), reference(images))
+    network = backbones.create("torchvision:densenet121", input_shape=(3, 64, 64), weights=path)
+    found = network.state_dict()
+    for number, key in enumerate(reference):
+        assert key.startswith("classifier.") or (found.pop(key) == number).all(), key
+    assert not found
 
 
 def one_line(error: pytest.ExceptionInfo) -> str:

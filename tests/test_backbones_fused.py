@@ -5,7 +5,7 @@ What runs where is in `interpreter.py`.
 
 from __future__ import annotations
 
-import subprocess
+import importlib.util
 import sys
 
 import pytest
@@ -14,28 +14,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from gsoftmax.backbones import fused
-from tests.interpreter import DEVICE, GPU, loops, poisoned, quiet, run_checks  # noqa: F401
+from tests.interpreter import DEVICE, GPU, in_another_process, loops, poisoned, process, quiet  # noqa: F401
 
 pytestmark = quiet
 
-NO_TRITON = """
-import sys
-sys.modules["triton"] = None
-import torch
-from gsoftmax.backbones import fused
-x = torch.zeros(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
-assert fused.triton is None and not fused.usable(x)
-"""
 
-
-def test_everything_in_a_process_of_its_own():
-    pytest.importorskip("triton", reason="Triton is not installed")
-    run_checks(__file__)
-
-
-def test_without_triton_the_module_is_there_and_unusable():
-    done = subprocess.run([sys.executable, "-c", NO_TRITON], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_without_triton_the_module_is_there_and_unusable(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    spec = importlib.util.spec_from_file_location(fused.__name__, fused.__file__)
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+    assert again.triton is None and not again.usable(images((2, 3, 4, 4)))
 
 
 @pytest.mark.parametrize("channels", [1, 3, 16, 24, 64, 70, 256, 1000])
@@ -98,7 +87,7 @@ def close(got, expected, relative=1e-5, floor=0.0):
     assert (error <= relative * (expected.abs() + expected.abs().max()) + floor).all(), error.max()  # NaN fails
 
 
-SHAPES = [(2, 3, 4, 4), (3, 24, 5, 7), (6, 70, 9, 8), (5, 1, 2, 3), (5, 16, 2, 2), (20, 64, 8, 5)]
+SHAPES = [(2, 3, 4, 4), (3, 24, 5, 7), (4, 70, 9, 8), (5, 1, 2, 3), (5, 16, 2, 2), (13, 64, 8, 5)]
 
 
 @pytest.mark.parametrize("pool", [False, True])
@@ -109,9 +98,9 @@ def check_against_float64(shape, pool):
 
 
 def check_two_values_to_a_channel():
-    """They become -1 and 1 whatever they were: hardly any gradient is left, of differences of numbers around 1."""
+    """They become -1 and 1 whatever they were: hardly any gradient is left, of differences of numbers up to 1 / std."""
     for got, expected in zip(*both(images((2, 7, 2, 3)), True), strict=True):
-        close(got, expected, floor=2e-6)
+        close(got, expected, floor=20 * 2**-21)  # 1 / std is 20 at most here, and some eight numbers are rounded
 
 
 @pytest.mark.parametrize("pool", [False, True])
@@ -143,7 +132,7 @@ def check_half_precision_is_rounded_once(dtype, eps, pool):
 
 def check_a_large_mean_keeps_the_variance():
     """Sums of squares in float32 would leave nothing of the variance."""
-    x = images((20, 3, 16, 16), scale=0.1, mean=1000.0)
+    x = images((7, 3, 16, 16), scale=0.1, mean=1000.0)
     x[:, 0] -= 2000
     got, expected = both(x, False)
     wide = x.double().var((0, 2, 3))
@@ -216,8 +205,8 @@ def check_an_unusual_first_pixel(pool):
     x[0, 0, 0, 0], x[0, 1, 0, 0], x[0, 2, 0, 0] = 1e4, -1e4, float("-inf")
     if not pool:
         x[0, 2, 0, 0] = 0.0
-    for got, expected in zip(*both(x, pool), strict=True):
-        close(got, expected)
+    for i, (got, expected) in enumerate(zip(*both(x, pool), strict=True)):
+        close(got, expected, floor=1e4 * 2**-23 if i == 3 else 0.0)  # of a mean of float32 differences from 1e4
 
 
 def check_what_can_be_taken():
@@ -236,3 +225,6 @@ def check_what_can_be_taken():
     ):
         with pytest.raises(ValueError, match=words):
             fused.norm_gelu(*wrong)
+
+
+test_on_the_kernels = in_another_process(__file__, globals())

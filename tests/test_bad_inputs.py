@@ -51,12 +51,12 @@ def refused(tmp_path, capsys, monkeypatch) -> Iterator[Callable[..., str]]:
     train._load.cache_clear()  # files of one name differ from test to test
 
     def late(*_: object) -> None:
-        pytest.fail("no answer after 20 s")
+        pytest.fail("no answer after 5 minutes")
 
-    signal.signal(signal.SIGALRM, late)
+    earlier = signal.signal(signal.SIGALRM, late)
 
     def run(*argv: str) -> str:
-        signal.alarm(20)
+        signal.alarm(300)  # nothing here takes long, but a busy machine may need a minute to import a library
         before = snapshot(tmp_path)
         capsys.readouterr()
         try:
@@ -75,6 +75,7 @@ def refused(tmp_path, capsys, monkeypatch) -> Iterator[Callable[..., str]]:
         return err
 
     yield run
+    signal.signal(signal.SIGALRM, earlier)
     torch.set_num_threads(threads)
 
 
@@ -133,7 +134,7 @@ VALUES = {
     "ood": "nosuch 5 true mosaic() npz:nosuch.npz",
     "seed": "-1 1.5 x null true 99999999999999999999",
     "device": "nosuch cuda:99 5 null meta",
-    "threads": "-1 1.5 x null",
+    "threads": "-1 1.5 x null 1000000",
     "workers": "-1 1.5 x true",
     "evaluate_every": "-1 1.5 x",
     "checkpoint_every": "-1 1.5 x null",
@@ -861,13 +862,12 @@ def test_files_of_recipes(text, says):
 
 @pytest.mark.parametrize(
     "words",
-    ["compare --seeds x", "train digits threads=1000000"],
+    ["compare --seeds x", pytest.param("train digits threads=1000000", marks=pytest.mark.slow)],  # which loads torch
 )
 def test_as_a_program(words, around, tmp_path):
     before = snapshot(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-m", "gsoftmax", *words.split()], cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
+    command = [sys.executable, "-m", "gsoftmax", *words.split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done.stderr
     assert snapshot(tmp_path) == before
 

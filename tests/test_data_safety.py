@@ -6,6 +6,7 @@ import gzip
 import io
 import os
 import pickle
+import shlex
 import struct
 import tarfile
 import zipfile
@@ -44,7 +45,7 @@ def _cifar(root: Path, content: bytes) -> None:
 @pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])
 def test_a_pickle_that_would_run_a_command(protocol, tmp_path):
     proof = tmp_path / "proof"
-    evil = pickle.dumps({"data": _Runs(os.system, f"touch {proof}")}, protocol=protocol)
+    evil = pickle.dumps({"data": _Runs(os.system, f"touch {shlex.quote(str(proof))}")}, protocol=protocol)
     pickle.loads(evil)
     assert proof.exists()  # the pickle works where nobody guards
     proof.unlink()
@@ -248,7 +249,7 @@ def test_a_file_that_is_too_large(tmp_path, monkeypatch):
 
 def test_npz_with_objects_is_refused_and_runs_nothing(tmp_path):
     proof = tmp_path / "proof"
-    array = np.array([_Runs(os.system, f"touch {proof}")], dtype=object)
+    array = np.array([_Runs(os.system, f"touch {shlex.quote(str(proof))}")], dtype=object)
     np.savez(tmp_path / "x.npz", x_train=array, y_train=np.arange(1))
     with pytest.raises(data.DataError, match="array x_train holds Python objects, which are refused"):
         data.load(f"npz:{tmp_path / 'x.npz'}")

@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import processes
 import pytest
 import torch
+from processes import one_thread  # noqa: F401
 from safetensors.torch import load_file
 
-from gsoftmax import distributed, runs, train
+from gsoftmax import distributed, evaluation, runs, train
 from gsoftmax.config import Config
 from gsoftmax.distributed import World
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-ENVIRONMENT = dict(os.environ, OMP_NUM_THREADS="1")
 # Without batch norm, whose statistics are each process's own, the number of processes must not matter.  Batches of 50
 # on 3 processes are shares of 17, 17 and 16.
 OPTIONS = ["data=digits", "backbone=mlp", "epochs=2", "batch_size=50", "device=cpu", "threads=1", "lr=0.02"]
 OPTIONS += ["backbone_options.batchnorm=false"]
 OPTIONS += ["evaluate_every=1", "accumulate=2", "clip=1.0"]
-
-
-def launch(processes: int, *argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [*TORCHRUN, str(processes), "-m", "gsoftmax", *argv]
-    return subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True)
 
 
 def single(tmp_path: Path, changes: list[str]) -> dict:
@@ -43,10 +39,22 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case, processes", [("tracked", 3), ("learned-fsdp", 2)])
-def test_as_one_process(case, processes, tmp_path):
-    changes = CASES[case]
-    done = launch(processes, "train", "digits", *OPTIONS, *changes, "--out", "many", cwd=tmp_path)
+@pytest.mark.parametrize("case, size", [("tracked", 3), ("learned-fsdp", 2)])
+def test_as_one_process(case, size, tmp_path):
+    argv = ["train", "digits", *OPTIONS, *CASES[case], "--out", "many"]
+    compare(processes.torchrun(size, processes.gsoftmax, *argv, cwd=tmp_path), CASES[case], size, tmp_path)
+
+
+@pytest.mark.slow
+def test_as_one_process_by_torchrun_itself(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m", "gsoftmax"]
+    command += ["train", "digits", *OPTIONS, *CASES["tracked"], "--out", "many"]
+    environment = dict(os.environ, OMP_NUM_THREADS="1")
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    compare(done, CASES["tracked"], 3, tmp_path)
+
+
+def compare(done: subprocess.CompletedProcess[str], changes: list[str], size: int, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("error ") == 1  # one of them speaks
     one = single(tmp_path, changes)
@@ -62,7 +70,7 @@ def test_as_one_process(case, processes, tmp_path):
     for x, y in zip(*rows, strict=True):
         assert x.get("loss", 0) == pytest.approx(y.get("loss", 0), rel=1e-4)
         assert x.get("error", 0) == pytest.approx(y.get("error", 0), abs=0.0021)  # one of 500 may fall on either side
-    assert json.loads((tmp_path / "many" / "environment.json").read_text())["processes"] == processes
+    assert json.loads((tmp_path / "many" / "environment.json").read_text())["processes"] == size
     # one writer, and what several wrote is what one reads
     assert len(list((tmp_path / "many" / "checkpoint").iterdir())) == 2
     state = torch.load(max((tmp_path / "many" / "checkpoint").iterdir()), weights_only=True)
@@ -82,24 +90,18 @@ def _config(changes):
     return _changes([*OPTIONS, *changes])
 
 
-SHARDED = """
-import os, sys
-from gsoftmax import evaluation
-from gsoftmax.cli import main
-argv = sys.argv[1:]
-assert main(argv) == 0
-os.rename("many/outputs.safetensors", "whole.safetensors") if os.environ["RANK"] == "0" else None
-evaluation.EVALUATED_WHOLE = 5  # now nobody may put ten classes together
-sys.exit(main([*argv, "--resume"]))
-"""
+def _train_and_evaluate_in_shards(*argv):
+    assert processes.gsoftmax(*argv) == 0
+    if os.environ["RANK"] == "0":
+        os.rename("many/outputs.safetensors", "whole.safetensors")
+    evaluation.EVALUATED_WHOLE = 5  # now nobody may put ten classes together
+    return processes.gsoftmax(*argv, "--resume")
 
 
 def test_classes_in_shards(tmp_path):
     """Processes with some of the classes each train what one process trains; then measures that gather nothing."""
-    (tmp_path / "twice.py").write_text(SHARDED)
     argv = ["train", "digits", *OPTIONS, "head=gsoftmax", "head_options.shard=class", "--out", "many"]
-    command = [*TORCHRUN, "3", "twice.py", *argv]
-    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+    done = processes.torchrun(3, _train_and_evaluate_in_shards, *argv, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     one = single(tmp_path, ["head=gsoftmax"])
     a, b = load_file(tmp_path / "one" / "outputs.safetensors"), load_file(tmp_path / "whole.safetensors")
@@ -116,25 +118,29 @@ def test_classes_in_shards(tmp_path):
         single(tmp_path / "again", ["head=gsoftmax", "head_options.shard=class"])
 
 
-def test_a_checkpoint_of_two_processes_resumes_on_one_and_on_three(tmp_path):
+def _stop_in_epoch_two(*argv):
+    original = train._train_batches
+
+    def counted(*args):
+        for i, batch in enumerate(original(*args)):
+            if args[2] == 2 and i == 5 and os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield batch
+
+    train._train_batches = counted
+    return processes.gsoftmax(*argv)
+
+
+def test_a_checkpoint_of_two_processes_resumes_on_three(tmp_path):
     """Stopped by torchrun's own signal in the middle, with a mistake in between that every process must hear of."""
-    short = [*OPTIONS, "head=gsoftmax", "epochs=4", "--out", "run"]
-    code = (
-        "import os, signal, sys\nfrom gsoftmax import train\nfrom gsoftmax.cli import main\n"
-        "original = train._train_batches\n"
-        "def counted(*args):\n    for i, batch in enumerate(original(*args)):\n"
-        "        if args[2] == 2 and i == 5 and os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGTERM)\n"
-        "        yield batch\n"
-        "train._train_batches = counted\nsys.exit(main(sys.argv[1:]))\n"
-    )
-    (tmp_path / "stop.py").write_text(code)
-    command = [*TORCHRUN, "2", "stop.py", "train", "digits", *short]
-    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+    argv = ["train", "digits", *OPTIONS, "head=gsoftmax", "epochs=4", "--out", "run"]
+    done = processes.torchrun(2, _stop_in_epoch_two, *argv, cwd=tmp_path)
+    assert done.returncode == 128 + signal.SIGTERM
     assert "gsoftmax: stopped in epoch 2, after batch" in done.stderr, done.stderr
     assert "the same command with --resume goes on from there" in done.stderr
-    refused = launch(2, "train", "digits", *short, cwd=tmp_path)  # no --resume
-    assert refused.returncode == 1 and refused.stderr.count("gsoftmax: run already holds a run; --resume") == 1
-    done = launch(3, "train", "digits", *short, "--resume", cwd=tmp_path)
+    refused = processes.torchrun(2, processes.gsoftmax, *argv, cwd=tmp_path)  # no --resume
+    assert refused.returncode == 2 and refused.stderr.count("gsoftmax: run already holds a run; --resume") == 1
+    done = processes.torchrun(3, processes.gsoftmax, *argv, "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     one = single(tmp_path, ["head=gsoftmax", "epochs=4"])
     many = runs.read_result(tmp_path / "run")

@@ -32,11 +32,12 @@ import pytest
 import torch
 
 from gsoftmax import cli, compare, config, data, recipes, train
+from gsoftmax.report import figures
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
-PAGES = [page for page in PAGES if "_build" not in page.parts]
+PAGES = [page for page in PAGES if "_build" not in page.relative_to(ROOT).parts]
 FOUND = {str(page.relative_to(ROOT)): page.read_text("utf-8") for page in PAGES}
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
@@ -106,8 +107,11 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 1)  # runs of a comparison in this process, one after the other
     # The graph is captured whole as for any back end; generating code for it takes minutes and is PyTorch's own affair.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    # One figure stands for all of them, which tests/test_report.py draws.
+    monkeypatch.setattr(figures, "figures", lambda doc, c=0: {"gaussians": figures.gaussians(doc, c)})
     threads, names = torch.get_num_threads(), {"__name__": "page"}
     try:
+        torch.set_num_threads(1)  # a second one waits where the machine is busy
         for block in runnable(FOUND[page]):
             (run_python if block.language == "python" else run_console)(page, block, names)
     finally:
@@ -293,6 +297,18 @@ def test_verdicts_on_the_pages_are_the_measured_ones():
 # ------------------------------------------------------------------------------------------------------------- the site
 
 
+def test_every_page_has_its_place():
+    pages = {p.relative_to(DOCS).with_suffix("").as_posix() for kind in ("md", "rst") for p in DOCS.rglob(f"*.{kind}")}
+    listed = {"index"}
+    for page in ("index", "api/index"):
+        for block in blocks(FOUND[f"docs/{page}.md"]):
+            if block.language == "{toctree}":
+                names = [line for line in block.text.splitlines() if line and not line.startswith(":")]
+                listed |= {(Path(page).parent / re.sub(r".*<(.*)>", r"\1", name)).as_posix() for name in names}
+    assert {page for page in pages if "_build" not in page} == listed
+
+
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path):  # one test: building takes longer than looking
     site = tmp_path / "html"
     build = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-n", "-q", "-b", "html", "-d", str(tmp_path)]

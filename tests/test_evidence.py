@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import numpy as np
@@ -457,9 +458,13 @@ def test_pages_and_figures_are_written_and_checked(everything, tmp_path, monkeyp
     for name in ("MAP", "FOREST"):
         monkeypatch.setattr(figures, name, tmp_path / f"{name}.svg")
     (tmp_path / "page.md").write_text("<!-- evidence: summary -->\n<!-- evidence: end -->\n")
-    drawn, blocks = figures.drawn, tables.blocks
+    drawn, blocks = functools.cache(figures.drawn), functools.cache(tables.blocks)  # once for the rows there are
     monkeypatch.setattr(tables, "blocks", lambda: blocks(tmp_path))
     monkeypatch.setattr(figures, "drawn", lambda: drawn(tmp_path))
+
+    def rows_changed():
+        drawn.cache_clear()
+        blocks.cache_clear()
 
     def main(*words):
         monkeypatch.setattr("sys.argv", ["tables", *words])
@@ -469,6 +474,7 @@ def test_pages_and_figures_are_written_and_checked(everything, tmp_path, monkeyp
     main("--check")
     assert not (tmp_path / "MAP.svg").exists()  # no rows
     write(tmp_path, everything)
+    rows_changed()
     with pytest.raises(SystemExit, match=r"page\.md differs"):
         main("--check")
     main()
@@ -480,11 +486,12 @@ def test_pages_and_figures_are_written_and_checked(everything, tmp_path, monkeyp
         main()
     main("--check")
     svg = tmp_path / "FOREST.svg"
-    svg.write_text(svg.read_text().replace("[[", "[[9, ", 1))  # another number in its description
+    svg.write_text(svg.read_text("utf-8").replace("[[", "[[9, ", 1), "utf-8")  # another number in its description
     with pytest.raises(SystemExit, match="FOREST"):
         main("--check")
     main()
     (tmp_path / "tune-cifar10.jsonl").unlink()
+    rows_changed()
     main()
     assert not (tmp_path / "MAP.svg").exists() and svg.exists()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -12,8 +13,10 @@ import sys
 import time
 from pathlib import Path
 
+import processes
 import pytest
 import torch
+from processes import one_thread  # noqa: F401
 
 from gsoftmax import compare, distributed, evaluation, runs, train
 from gsoftmax.cli import main
@@ -21,16 +24,16 @@ from gsoftmax.config import Config
 
 QUICK = Config(epochs=3, train_fraction=0.3, batch_size=64, threads=1, device="cpu", head="gsoftmax")
 DROPOUT = {"backbone_options": {"dropout": 0.2}}
-COMMAND = [sys.executable, "-m", "gsoftmax"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 ENVIRONMENT = dict(os.environ, OMP_NUM_THREADS="1")
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
+def interruptible():
+    """A shell starts what it runs in the background with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    torch.set_num_threads(before)
+    signal.signal(signal.SIGINT, before)
 
 
 def outputs(folder: Path) -> bytes:
@@ -213,47 +216,70 @@ def test_a_signal_saves_and_says_how_to_go_on(number, status, undisturbed, tmp_p
     assert outputs(tmp_path / "run") == outputs(undisturbed)
 
 
-def test_a_comparison_goes_on_after_ctrl_c(tmp_path):
+def _compare_quickly(*argv):
+    """Without importing torch for each run, and without trained epochs until the signal comes: runs wait for it."""
+    multiprocessing.get_context = lambda _, find=multiprocessing.get_context: find("fork")
+    original = train._train_batches
+
+    def until_stopped(*args):
+        for batch in original(*args):
+            while args[2] > 1 and not signal.getsignal(signal.SIGTERM).__self__.signal_number:
+                time.sleep(0.01)
+            yield batch
+
+    train._train_batches = until_stopped
+    return processes.gsoftmax(*argv)
+
+
+@pytest.mark.parametrize(
+    "call, epochs", [(_compare_quickly, 3), pytest.param(processes.gsoftmax, 60, marks=pytest.mark.slow)]
+)
+def test_a_comparison_goes_on_after_ctrl_c(call, epochs, tmp_path):
     """Ctrl-C reaches the process that was started; its runs save and end, and the same command goes on."""
     argv = ["compare", "digits", "--heads", "softmax,gsoftmax", "--seeds", "2", "--jobs", "2", "--out", "out"]
-    argv += ["epochs=12", "train_fraction=0.5", "device=cpu"]
-    with subprocess.Popen(
-        [*COMMAND, *argv], cwd=tmp_path, env=ENVIRONMENT, stdout=-1, stderr=-1, text=True, start_new_session=True
-    ) as process:
-        _wait_for(lambda: len(list(tmp_path.glob("out/*/seed-0/checkpoint/*.pt"))) > 2)
-        os.killpg(process.pid, signal.SIGINT)
-        _, err = process.communicate(timeout=180)
-    assert process.returncode == 130, err
-    assert "gsoftmax: stopped; the same command goes on where this one stopped" in err and "Traceback" not in err, err
-    done = [p for p in tmp_path.glob("out/*/*") if runs.read_result(p)]
-    assert len(done) < 4
-    assert not list(tmp_path.rglob("*.partial")) and not list(tmp_path.rglob(".lock"))
-    config = Config(epochs=12, train_fraction=0.5, threads=1, device="cpu")
-    compare.compare(config, ["softmax", "gsoftmax"], 2, tmp_path / "out", jobs=1)
+    argv += [f"epochs={epochs}", "train_fraction=0.3", "device=cpu", "threads=1"]
+    (tmp_path / "cwd").mkdir()
+    out = tmp_path / "cwd" / "out"
+    program = processes.Program(call, *argv, cwd=tmp_path / "cwd")
+    _wait_for(lambda: len(list(out.glob("*/seed-0/checkpoint/*.pt"))) > 1)
+    os.killpg(program.process.pid, signal.SIGINT)
+    done = program.wait()
+    assert done.returncode == 130, done.stderr
+    assert "gsoftmax: stopped; the same command goes on where this one stopped" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    assert len([p for p in out.glob("*/*") if runs.read_result(p)]) < 4
+    assert not list(out.rglob("*.partial")) and not list(out.rglob(".lock"))
+    config = Config(epochs=epochs, train_fraction=0.3, threads=1, device="cpu")
+    compare.compare(config, ["softmax", "gsoftmax"], 2, out, jobs=1)
     train.train(config.override({"head": "gsoftmax"}), tmp_path / "alone")
-    assert outputs(tmp_path / "out" / "gsoftmax" / "seed-0") == outputs(tmp_path / "alone")
+    assert outputs(out / "gsoftmax" / "seed-0") == outputs(tmp_path / "alone")
 
 
-def _wait_for(condition, seconds=90):
+def _wait_for(condition, seconds=processes.PATIENCE):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "nothing happened"
         time.sleep(0.02)
 
 
+def _start_a_worker():
+    parent = os.getpid()
+    worker = os.fork() == 0
+    with open("alive", "w") as alive:  # held open by both
+        if worker:
+            compare._follow(parent)
+            Path("worker").touch()
+        time.sleep(processes.PATIENCE)
+        alive.write("still here")
+
+
 def test_workers_of_a_killed_comparison_do_not_live_on(tmp_path):
-    code = (
-        "import subprocess, sys, time, multiprocessing, os\nfrom gsoftmax.compare import _follow\n"
-        "def work():\n    _follow(os.getppid())\n    print(os.getpid(), flush=True)\n    time.sleep(600)\n"
-        "if __name__ == '__main__':\n    p = multiprocessing.get_context('spawn').Process(target=work)\n"
-        "    p.start()\n    time.sleep(600)\n"
-    )
-    (tmp_path / "parent.py").write_text(code)
-    with subprocess.Popen([sys.executable, tmp_path / "parent.py"], stdout=-1, text=True) as parent:
-        worker = int(parent.stdout.readline())
-        parent.kill()
-    status = Path(f"/proc/{worker}/status")
-    _wait_for(lambda: not status.exists() or "State:\tZ" in status.read_text())
+    os.mkfifo(tmp_path / "alive")
+    program = processes.Program(_start_a_worker, cwd=tmp_path)
+    with open(tmp_path / "alive") as alive:
+        _wait_for((tmp_path / "worker").exists)
+        program.process.kill()
+        assert alive.read() == ""  # once nobody has it open
 
 
 def test_a_worker_of_a_pool_that_was_stopped_takes_no_other_run(monkeypatch):

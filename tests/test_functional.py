@@ -56,14 +56,14 @@ def with_weight(options, dtype, classes=C):
 # ------------------------------------------------------------------------------------------------------------- Phi
 
 
-@pytest.mark.parametrize(
-    "dtype, low, bound", [(torch.float32, -12.5, 2e-5), (torch.float64, -37.0, 1e-12)], ids=["float32", "float64"]
-)
-def test_cdf_agrees_with_scipy_into_the_tail(dtype, low, bound):
+@pytest.mark.parametrize("dtype, low", [(torch.float32, -12.5), (torch.float64, -37.0)], ids=["float32", "float64"])
+def test_cdf_agrees_with_scipy_into_the_tail(dtype, low):
+    """To a few roundings, and there a rounding of x by one part is one of Phi by about x^2 parts."""
     x = torch.linspace(low, 9.0, 20_001, dtype=dtype)
     ours = G.gaussian_cdf(x, torch.zeros(len(x), dtype=dtype), torch.ones(len(x), dtype=dtype))
     theirs = scipy.special.ndtr(x.double().numpy())
-    assert np.abs(ours.double().numpy() / theirs - 1).max() < bound
+    bound = torch.finfo(dtype).eps * (8 + 2 * x.double().square().numpy())
+    assert (np.abs(ours.double().numpy() / theirs - 1) < bound).all()
 
 
 def test_cdf_with_mean_and_deviation():
@@ -245,8 +245,9 @@ def test_half_precision_is_computed_in_float32(impl):
     loss.backward()
     exact.backward()
     assert loss.dtype == torch.bfloat16 and a.grad.dtype == torch.bfloat16
-    assert abs(loss.item() - exact.item()) <= 2**-8 * exact.item()
-    assert (a.grad.float() - b.grad).abs().max() <= 2**-8 * b.grad.abs().max()
+    once = 2**-8 + 1e-5  # rounded to bfloat16, and what two ways to compute it in float32 differ by
+    assert abs(loss.item() - exact.item()) <= once * exact.item()
+    assert (a.grad.float() - b.grad).abs().max() <= once * b.grad.abs().max()
     assert G.gsoftmax_logits(x, *args).dtype == torch.float32
     with torch.autocast("cpu", torch.bfloat16):
         assert G.gsoftmax_cross_entropy(x, target, *args, impl=impl).dtype == torch.float32

@@ -39,18 +39,19 @@ DOCUMENTED = (ValueError, OSError)  # DataError is a ValueError
 
 @pytest.fixture(autouse=True)
 def soon_and_small():
-    """Every test here answers within half a minute and takes less than a gigabyte more than the process had."""
+    """Every test here ends, on a busy machine too, and takes less than a gigabyte more than the process had."""
 
     def late(*_: object) -> None:
-        pytest.fail("no answer after 30 s")
+        pytest.fail("no answer after 5 minutes")
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     earlier = signal.signal(signal.SIGALRM, late)
-    signal.alarm(30 * int(os.environ.get("EXPLORE") or 1))
+    signal.alarm(300 * int(os.environ.get("EXPLORE") or 1))
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, earlier)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # kilobytes
+    unit = 1 if sys.platform == "darwin" else 1024
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit < 2**30
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import copy
 import pickle
 
 import numpy as np
+import processes
 import pytest
 import torch
 from hypothesis import given, settings
@@ -471,8 +472,7 @@ def test_bad_options_and_merges():
 # -- several processes ------------------------------------------------------------------------------------------------
 
 
-def _process(rank: int, folder: str) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
+def _process(rank):
     results = {}
     for form, options in FORMS.items():
         x, y = outputs(multilabel=form == "multilabel")
@@ -490,13 +490,11 @@ def _process(rank: int, folder: str) -> None:
     x, y = outputs()
     alone = ClassStatistics(5)
     results["alone"] = (alone.update(x, y) if rank == 1 else alone).sync().state_dict()
-    torch.save(results, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+    return results
 
 
 def test_sync_across_processes(tmp_path):
-    torch.multiprocessing.spawn(_process, args=(str(tmp_path),), nprocs=2)
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    first, second = processes.run(2, _process, store=tmp_path / "store")
     for form, options in {**FORMS, "alone": {}}.items():
         x, y = outputs(multilabel=form == "multilabel")
         for name in ("count", "mean", "m2"):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
-import subprocess
-import sys
+import warnings
 
 import numpy as np
+import processes
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import one_thread  # noqa: F401
 from torch import nn
 
 from gsoftmax import GSoftmaxLoss, attach, head_of
@@ -527,46 +527,34 @@ def test_lightning_says_what_it_needs(tmp_path, step, seen):
         GeometryCallback(0)
 
 
-TWO_PROCESSES = """
-import sys, warnings
-warnings.filterwarnings("ignore")
-import torch
-sys.path.insert(0, sys.argv[1])
-import lightning.pytorch as pl
-from gsoftmax.integrations.lightning import GeometryCallback
-from test_integrations import MEASURES, _by_hand, _loader, _module, _run
+def _fit_on_two_processes():
+    warnings.filterwarnings("ignore")
+    import lightning.pytorch as pl
 
-warnings.filterwarnings("error", ".*sync_dist.*")
+    from gsoftmax.integrations.lightning import GeometryCallback
 
-class Check(pl.Callback):
-    def on_validation_end(self, trainer, pl_module):
-        if trainer.sanity_checking:
-            return
-        seen = sum(len(batch[1]) for batch in trainer.val_dataloaders)
-        expected = _by_hand(pl_module, loader)
-        for name in MEASURES:
-            torch.testing.assert_close(getattr(geometry.geometry, name), getattr(expected, name))
-            torch.testing.assert_close(trainer.callback_metrics[f"val/{name}"].double().item(),
-                                       expected.average()[name], rtol=1e-5, atol=0)
-        print(f"rank {trainer.global_rank} saw {seen} of {int(geometry.geometry.count.sum())}", flush=True)
+    warnings.filterwarnings("error", ".*sync_dist.*")
 
-loader = _loader(48)
-geometry = GeometryCallback(3)
-trainer = _run(pl, sys.argv[2], [geometry, Check()], max_epochs=1, devices=2, strategy="ddp_fork")
-trainer.fit(_module(pl), _loader(32, seed=1), loader)
-"""
+    class Check(pl.Callback):
+        def on_validation_end(self, trainer, pl_module):
+            if trainer.sanity_checking:
+                return
+            seen = sum(len(batch[1]) for batch in trainer.val_dataloaders)
+            expected = _by_hand(pl_module, loader)
+            for name in MEASURES:
+                torch.testing.assert_close(getattr(geometry.geometry, name), getattr(expected, name))
+                logged = trainer.callback_metrics[f"val/{name}"].double().item()
+                torch.testing.assert_close(logged, expected.average()[name], rtol=1e-5, atol=0)
+            print(f"rank {trainer.global_rank} saw {seen} of {int(geometry.geometry.count.sum())}", flush=True)
+
+    loader = _loader(48)
+    geometry = GeometryCallback(3)
+    trainer = _run(pl, ".", [geometry, Check()], max_epochs=1, devices=2, strategy="ddp_fork")
+    trainer.fit(_module(pl), _loader(32, seed=1), loader)
 
 
 def test_lightning_merges_processes(tmp_path):
-    script = tmp_path / "two.py"
-    script.write_text(TWO_PROCESSES)
-    done = subprocess.run(
-        [sys.executable, str(script), os.path.dirname(__file__), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    done = processes.Program(_fit_on_two_processes, cwd=tmp_path).wait()
     assert done.returncode == 0, done.stdout + done.stderr
     seen = re.findall(r"rank (\d) saw (\d+) of (\d+)", done.stdout)
     assert sorted(seen) == [("0", "24", "48"), ("1", "24", "48")], done.stdout

@@ -17,16 +17,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gsoftmax import GSoftmaxHead, GSoftmaxLoss, gaussians
 from gsoftmax.gaussians import GaussianLogits
-from tests.interpreter import DEVICE, GPU, INSIDE, loops, poisoned, quiet, run_checks  # noqa: F401
+from tests.interpreter import DEVICE, GPU, INSIDE, in_another_process, loops, poisoned, process, quiet  # noqa: F401
 
 pytestmark = quiet
 
 STEP = """
-import torch
-from gsoftmax.gaussians import GaussianLogits
-layer = GaussianLogits(3, gaussians="tracked", momentum=1.0)
-layer.current(torch.tensor([[1.0, 2.0, 3.0]]).requires_grad_())
-assert layer.mu.tolist() == [1.0, 2.0, 3.0]
+import os, sys, torch
+from gsoftmax import gaussians
+
+def step():
+    layer = gaussians.GaussianLogits(3, gaussians="tracked", momentum=1.0)
+    layer.current(torch.tensor([[1.0, 2.0, 3.0]]).requires_grad_())
+    assert layer.mu.tolist() == [1.0, 2.0, 3.0]
+
+step()
+assert "gsoftmax.kernels.triton_track" not in sys.modules
+sys.modules["triton"] = None
+os.environ["TRITON_INTERPRET"] = "1"
+step()
+assert gaussians._kernel() is None
 """
 
 COMPILE = """
@@ -62,17 +71,8 @@ def run_python(code, **environment):
     return done.stdout
 
 
-def test_everything_in_a_process_of_its_own():
-    pytest.importorskip("triton", reason="Triton is not installed")
-    run_checks(__file__)
-
-
-def test_without_triton_torch_makes_the_step():
-    run_python("import sys; sys.modules['triton'] = None\n" + STEP, TRITON_INTERPRET="1")
-
-
-def test_a_step_on_the_cpu_does_not_import_triton():
-    run_python(STEP + "import sys; assert 'gsoftmax.kernels.triton_track' not in sys.modules")
+def test_a_step_on_the_cpu_does_not_import_triton_and_without_triton_torch_makes_it():
+    run_python(STEP)
 
 
 def test_the_kernel_compiles_for_a_gpu_that_is_not_there(tmp_path):
@@ -164,7 +164,8 @@ def stepped(layer, x, *rest):
     assert mu.dtype == sigma.dtype == torch.float32 and mu.shape == sigma.shape == (layer.num_classes,)
     assert not mu.requires_grad and not sigma.requires_grad
     assert torch.equal(mu, layer.mu) and mu.data_ptr() != layer.mu.data_ptr()
-    torch.testing.assert_close(sigma, layer.sigma, rtol=3e-7, atol=0)
+    rounding = 2**-22 + layer.rho.abs().max().item() * 2**-24  # of exp, and of the rho that it is given
+    torch.testing.assert_close(sigma, layer.sigma, rtol=rounding, atol=0)
     return mu, sigma
 
 
@@ -174,6 +175,8 @@ SHAPES = [(11, 37), (5, 3), (1, 2), (70, 16), (1030, 10), (9, 1), (300, 33)]
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def check_a_step_is_the_mixture_in_float64(tiles, launches, shape, dtype):
+    if tiles == "small tiles":
+        shape = (min(shape[0], 70), shape[1])  # nine of them down the rows
     for m in (0.02, 0.7, 1):
         layer, x = layer_of(shape[1], momentum=m), outputs(*shape, dtype=dtype)
         expected = mixture(values(layer.mu), values(layer.sigma), values(x), m)
@@ -284,12 +287,13 @@ def check_constant_outputs_leave_sigma_a_little_above_its_floor(launches, sigma_
         stepped(layer, torch.full((8, 3), 1.5, device=DEVICE))
     assert layer.mu.tolist() == [1.5] * 3 and len(launches) == 2
     np.testing.assert_allclose(values(layer.rho), np.log(1e-6 * (sigma_min or 1e-6)), rtol=1e-6)
-    np.testing.assert_allclose(values(layer.sigma), sigma_min + 1e-6 * (sigma_min or 1e-6), rtol=1e-6)
+    # rho is near -28, where half a unit of float32 is 1e-6
+    np.testing.assert_allclose(values(layer.sigma), sigma_min + 1e-6 * (sigma_min or 1e-6), rtol=3e-6)
 
 
 def check_momentum_has_the_digits_of_a_float64():
     """With sums that are exact, only the last rounding of mu is left."""
-    for m in np.random.default_rng(0).uniform(0.001, 1, 60):
+    for m in np.random.default_rng(0).uniform(0.001, 1, 20):
         layer = GaussianLogits(1, gaussians="tracked", momentum=m, device=DEVICE)
         layer.current(torch.full((4, 1), 3.0, device=DEVICE))
         assert layer.mu.item() == np.float32(m * 3)
@@ -460,3 +464,6 @@ def check_a_step_can_be_recorded():
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(layer.mu, expected.mu) and torch.equal(layer.rho, expected.rho) and torch.equal(mu, layer.mu)
+
+
+test_on_the_kernels = in_another_process(__file__, globals())

@@ -12,14 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.interpreter import DEVICE, GPU, INSIDE, loops, poisoned, quiet, run_checks  # noqa: F401
+from tests.interpreter import DEVICE, GPU, INSIDE, in_another_process, loops, poisoned, process, quiet  # noqa: F401
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = quiet
-
-
-def test_everything_in_a_process_of_its_own():
-    run_checks(__file__)
 
 
 if INSIDE:
@@ -356,7 +352,7 @@ def check_the_operators_are_registered_properly():
         torch.library.opcheck(triton_ce._forward_op, args, test_utils=tests)
 
 
-# On a GPU the exp2 itself is off by 2**-22.
+# The exp2 itself may be off, on a GPU by 2**-22, and Phi has half of that.
 @pytest.mark.parametrize("degree, bound", [(5, 3.5e-7), (6, 1.8e-7), (7, 1.3e-7)])
 def check_phi_is_good_to_float32(degree, bound):
     from scipy.special import ndtr
@@ -367,7 +363,7 @@ def check_phi_is_good_to_float32(degree, bound):
     half, c0, _ = triton_ce._constants(1.0, degree)
     _phi_of[(1,)](u, zero, zero + triton_ce.ROOT.value, out, half, c0, degree, 4096)
     expected = ndtr(u.cpu().double().numpy())
-    assert abs(out.cpu().double().numpy() - expected).max() < bound + 2**-23 * GPU
+    assert abs(out.cpu().double().numpy() - expected).max() < bound + 2**-23
 
 
 if INSIDE:
@@ -509,3 +505,6 @@ def check_the_linear_layer_in_one(monkeypatch, options, dtype, tolerance):
     for a, b in zip(leaves, exact_leaves, strict=True):
         assert a.grad.dtype == a.dtype
         close(a.grad, b.grad, tolerance)
+
+
+test_on_the_kernels = in_another_process(__file__, globals())

@@ -7,10 +7,11 @@ import io
 import math
 import pickle
 
+import processes
 import pytest
 import torch
-import torch.multiprocessing as mp
 import torch.nn.functional as F
+from processes import one_thread  # noqa: F401
 from torch import nn
 
 import gsoftmax
@@ -33,11 +34,6 @@ MODULES = {
     "head": lambda **k: GSoftmaxHead(8, 5, **k),
     "multilabel head": lambda **k: GSoftmaxHead(8, 5, form="paired", **k),
 }
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
 
 
 def run(module):
@@ -304,28 +300,21 @@ def test_two_forward_passes_before_one_backward(impl, reduction):
     assert x.grad.isfinite().all()
 
 
-def _track_and_fit(rank, world, path, results):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
+def _track_and_fit(rank, world):
     torch.manual_seed(3)
     batches = [torch.randn(13, 4) * 3 + 7 for _ in range(5)]
     tracked, fitted = GaussianLogits(4, gaussians="tracked"), GaussianLogits(4)
     for batch in batches:
         tracked.track(batch[rank::world])
     fitted.fit_gaussians(batch[rank::world] for batch in batches)
-    results[rank] = [t.detach().tolist() for t in (tracked.mu, tracked.sigma, fitted.mu, fitted.sigma)]
-    torch.distributed.destroy_process_group()
+    return [t.detach() for t in (tracked.mu, tracked.sigma, fitted.mu, fitted.sigma)]
 
 
 def test_processes_share_their_statistics(tmp_path):
     """Two processes with parts of a batch (7 and 6 rows) hold what one process with all of it does."""
-    with mp.get_context("spawn").Manager() as manager:
-        results = manager.dict()
-        mp.spawn(_track_and_fit, (2, tmp_path / "two", results), nprocs=2)
-        assert results[0] == results[1]
-        two = results[0]
-        mp.spawn(_track_and_fit, (1, tmp_path / "one", results), nprocs=1)
-        for a, b in zip(two, results[0], strict=True):
-            torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=1e-6, atol=1e-6)
+    two, other = processes.run(2, _track_and_fit, 2, store=tmp_path / "store")
+    torch.testing.assert_close(two, other, rtol=0, atol=0)
+    torch.testing.assert_close(two, _track_and_fit(0, 1), rtol=1e-6, atol=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------------------- heads

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import plot, scaling
 
-ROWS = json.loads(scaling.RESULTS.read_text())["rows"]
+ROWS = json.loads(scaling.RESULTS.read_text("utf-8"))["rows"]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda r: f"{r['processes']}-{r['classes']}")
@@ -35,12 +35,12 @@ def test_the_model_grows_with_what_it_should(tmp_path):
     assert one == pytest.approx(2 * 128 * 512 * 1e6 / machine.operations)
     assert scaling.step_of_copies(8, 1e8, 128, 512, machine) == float("inf")  # 614 GB do not fit
     assert scaling.step_of_shards(8, 1e8, 128, 512, machine) == pytest.approx(0.15, rel=0.1)
-    measured = json.loads((scaling.RESULTS.parent / "bench-gpu.json").read_text())
+    measured = json.loads((scaling.RESULTS.parent / "bench-gpu.json").read_text("utf-8"))
     row = next(r for r in measured["rows"] if (r["claim"], r["size"]) == ("linear", "4,096 x 512 x 1,000,000"))
     assert machine.operations == pytest.approx(6 * 4096 * 512 * 1e6 / (row["ours ms"] / 1e3), rel=0.01)
     assert machine.memory == pytest.approx(measured["copy bytes per second"], rel=0.01)
     scaling.plot(tmp_path / "plot.svg")
-    words = [re.findall(r"<!-- (.*?) -->", p.read_text()) for p in (tmp_path / "plot.svg", Path(scaling.PLOT))]
+    words = [re.findall(r"<!-- (.*?) -->", p.read_text("utf-8")) for p in (tmp_path / "plot.svg", Path(scaling.PLOT))]
     assert words[0] == words[1] and "100,000,000 classes" in words[0], "python -m benchmarks.scaling --plot"
 
 
@@ -50,5 +50,5 @@ def test_the_readme_shows_what_was_measured(tmp_path):
     for _, size, ratio in plot.bars():
         assert f"{ratio:.2f}" in table, size
     plot.plot(tmp_path / "plot.svg")
-    words = [re.findall(r"<!-- (.*?) -->", p.read_text()) for p in (tmp_path / "plot.svg", plot.PLOT)]
+    words = [re.findall(r"<!-- (.*?) -->", p.read_text("utf-8")) for p in (tmp_path / "plot.svg", plot.PLOT)]
     assert words[0] == words[1] and "0.92" in words[0], "python -m benchmarks.plot"

@@ -14,6 +14,7 @@ import json
 import os
 import pickle
 import re
+import shlex
 import shutil
 import struct
 import sys
@@ -68,16 +69,16 @@ def marker(tmp_path):
 
 
 def payloads(marker: Path) -> dict[str, object]:
-    touch = f"open({str(marker)!r}, 'w').close()"
+    touch, command = f"open({str(marker)!r}, 'w').close()", f"touch {shlex.quote(str(marker))}"
     return {
-        "system": Runs(os.system, f"touch {marker}"),
+        "system": Runs(os.system, command),
         "exec": Runs(exec, touch),
         "eval": Runs(eval, touch),
         "mkdir": Runs(os.mkdir, str(marker)),
-        "nested": {"a": [{"b": (Runs(os.system, f"touch {marker}"),)}]},
-        "beside tensors": {"network": {"weight": torch.zeros(3)}, "epoch": 1, "x": Runs(os.system, f"touch {marker}")},
-        "in a key": {("x", 1): torch.zeros(1), "y": Runs(os.system, f"touch {marker}")},
-        "in a module": Module(Runs(os.system, f"touch {marker}")),
+        "nested": {"a": [{"b": (Runs(os.system, command),)}]},
+        "beside tensors": {"network": {"weight": torch.zeros(3)}, "epoch": 1, "x": Runs(os.system, command)},
+        "in a key": {("x", 1): torch.zeros(1), "y": Runs(os.system, command)},
+        "in a module": Module(Runs(os.system, command)),
     }
 
 
@@ -206,7 +207,7 @@ def refused_cheaply(path: Path, limit: int = 2**25) -> str:
 @pytest.mark.parametrize("key", ["x", "y", "p", "names", "mu", "lam"])
 def test_outputs_with_pickled_objects(key, tmp_path, marker):
     arrays = {"x": np.zeros((4, 2)), "y": np.zeros(4, int)}
-    arrays[key] = np.array([Runs(os.system, f"touch {marker}")], dtype=object)
+    arrays[key] = np.array([payloads(marker)["system"]], dtype=object)
     np.savez(tmp_path / "a.npz", **arrays)
     assert "pickled Python objects" in refused_cheaply(tmp_path / "a.npz")
 

@@ -1,29 +1,25 @@
 """Heads with classes spread over processes, held to the whole head on the joined batch.
 
-Starting processes is slow, so four of them are started once.  They run every `check_...` function below, on all four
-or on the first one, two or three, and write down what went wrong; the tests read it.
+Four processes run the `check_...` functions below, one after the other, on all four or on the first one, two or three.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import datetime
 import itertools
 import json
 import math
 import os
-import time
-import traceback
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import processes
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -34,16 +30,19 @@ D = 5
 ROWS = {1: [9], 2: [4, 5], 3: [4, 0, 5], 4: [3, 1, 0, 5]}  # of each process; uneven, and some have none
 BOUND = {torch.float32: 1e-5, torch.float64: 1e-12}
 
-CHECKS, SLOW = {}, {}
+CHECKS, SLOW = {}, set()
 
 
-def check(processes=(WORLD,), slow=False):
+def check(*numbers, slow=False):
     """Makes a function a check that runs on each of these numbers of processes."""
 
     def register(function):
         name = function.__name__.removeprefix("check_")
-        for k in processes:
-            (SLOW if slow else CHECKS)[f"{name}-{k}" if len(processes) > 1 else name] = (function, k)
+        for k in numbers or (WORLD,):
+            full = f"{name}-{k}" if len(numbers) > 1 else name
+            CHECKS[full] = (function, k)
+            if slow:
+                SLOW.add(full)
         return function
 
     return register
@@ -177,7 +176,7 @@ def run_options(env, options, classes, dtype, kind="learned", cls=GSoftmaxHead, 
     return compare(head, whole, own, h, target, mine, BOUND[dtype], class_weight=weight, **options)
 
 
-@check(processes=(1, 2, 3, 4))
+@check(1, 2, 3, 4)
 def check_loss_and_gradients_equal_the_whole_heads(env):
     sizes = itertools.cycle((10, 7, 31, 3))  # none divides; on four processes 3 classes leave one without
     for dtype in (torch.float32, torch.float64):
@@ -191,7 +190,7 @@ def check_loss_and_gradients_equal_the_whole_heads(env):
         run_options(env, {}, classes, torch.float32)
 
 
-@check(processes=(1, 2, 3, 4), slow=True)
+@check(1, 2, 3, 4, slow=True)
 def check_all_options_with_all_sizes(env):
     for dtype, classes, kind in itertools.product(BOUND, (10, 7, 31, 3, 1), ("learned", "fixed", "tracked")):
         for options in OPTIONS.values():
@@ -420,7 +419,7 @@ def network():
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, D)).double()
 
 
-@check(processes=(2, 3))
+@check(2, 3)
 def check_backbone_under_ddp(env):
     """Training a backbone under DDP with a sharded head is training both in one process on the joined batch."""
     from torch.nn.parallel import DistributedDataParallel
@@ -470,7 +469,7 @@ def check_averaged_scales_dh_alone(env):
 # ------------------------------------------------------------------------------------------------------------- outputs
 
 
-@check(processes=(1, 4))
+@check(1, 4)
 def check_outputs(env):
     for classes, cls in ((10, GSoftmaxHead), (3, GSoftmaxHead), (7, SoftmaxHead)):
         head, whole, own = heads(env, classes, cls=cls)
@@ -601,7 +600,7 @@ def check_random_state_after_making_a_head(env):
 # ----------------------------------------------------------------------------------------------------------- negatives
 
 
-@check(processes=(1, 3))
+@check(1, 3)
 def check_all_negatives_are_the_exact_loss(env):
     for options in ({}, {"label_smoothing": 0.2}, {"reduction": "none"}):
         for classes in (10, 3):
@@ -611,12 +610,12 @@ def check_all_negatives_are_the_exact_loss(env):
             assert int(head.draws) == 1
 
 
-@check(processes=(1, 3))
+@check(1, 3)
 def check_negatives_are_unbiased(env):
     draw_often(env, {1: 500, 3: 60}[env.size])
 
 
-@check(processes=(1, 3), slow=True)
+@check(1, 3, slow=True)
 def check_negatives_are_unbiased_to_more_digits(env):
     draw_often(env, {1: 10_000, 3: 1000}[env.size])
 
@@ -736,7 +735,7 @@ def check_few_negatives_still_leave_no_class_out(env):
 # ------------------------------------------------------------------------------------------------------------ geometry
 
 
-@check(processes=(1, 2, 3, 4))
+@check(1, 2, 3, 4)
 def check_class_statistics(env):
     for classes, pooled in ((7, False), (3, False), (7, True), (3, True), (2, True)):
         head, whole, own = heads(env, classes)
@@ -786,7 +785,7 @@ def check_class_statistics_of_odd_classes(env):
     raises(env, "x must be the DTensor", lambda: got.update(h, target))
 
 
-@check(processes=(1, 4))
+@check(1, 4)
 def check_learned_geometry(env):
     for classes in (10, 3, 1):
         head, whole, own = heads(env, classes)
@@ -1112,95 +1111,47 @@ def check_mistakes_end_on_every_process(env):
 # ------------------------------------------------------------------------------------------------------------- running
 
 
-def worker(rank, folder, which):
-    torch.set_num_threads(1)
-    warnings.simplefilter("error")
-    folder = Path(folder)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=WORLD,
-        timeout=datetime.timedelta(seconds=300),
-    )
+WORLDS = {}  # of a process, by their size: those that it is in
+
+
+def connect(rank, folder):
     gaussians._processes = lambda: 1  # the whole head, which is compared with, stands for a single process
-    world = {}
     for k in range(1, WORLD + 1):
         mesh = DeviceMesh("cpu", torch.arange(k))
         if rank < k:
-            world[k] = SimpleNamespace(mesh=mesh, group=mesh.get_group(), rank=rank, size=k, folder=folder)
-    for env in world.values():
-        env.world = world
-    results = {}
-    for name, (function, k) in (CHECKS if which == "fast" else SLOW).items():
-        if k in world:
-            torch.manual_seed(0)
-            began = time.perf_counter()
-            try:
-                function(world[k])
-            except Exception:
-                # The others may wait for this process: leaving lets them fail at once instead of after minutes.
-                results[name] = traceback.format_exc()
-                (folder / f"results-{rank}.json").write_text(json.dumps(results))
-                os._exit(0)
-            results[name] = ""
-            if rank == 0 and os.environ.get("SHARDED_TIMES"):
-                print(f"{time.perf_counter() - began:7.2f} s  {name}")
-    (folder / f"results-{rank}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
+            WORLDS[k] = SimpleNamespace(mesh=mesh, group=mesh.get_group(), rank=rank, size=k, folder=folder)
+            WORLDS[k].world = WORLDS
 
 
-def starter(_, folder, which):
-    """Imports everything once, in a fresh process without threads, and splits into the workers."""
-    import safetensors.torch  # noqa: F401
-    import torch.distributed.tensor  # noqa: F401
-
-    torch.set_num_threads(1)
-    children = []
-    for rank in range(WORLD):
-        child = os.fork()
-        if child == 0:
-            try:
-                worker(rank, folder, which)
-            except BaseException:
-                traceback.print_exc()
-            os._exit(0)
-        children.append(child)
-    for child in children:
-        os.waitpid(child, 0)
-
-
-def run_checks(folder, which):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        mp.spawn(starter, (str(folder), which), nprocs=1)
-    return [json.loads((folder / f"results-{rank}.json").read_text()) for rank in range(WORLD)]
+def call(rank, name):
+    function, k = CHECKS[name]
+    torch.manual_seed(0)
+    function(WORLDS[k])
 
 
 @pytest.fixture(scope="module")
-def fast(tmp_path_factory):
-    return run_checks(tmp_path_factory.mktemp("sharded"), "fast")
+def crew(tmp_path_factory):
+    """A function that runs a check on four processes, which stay until a check fails."""
+    with contextlib.ExitStack() as stack:
+        alive = []
+
+        def run(name):
+            if not alive:
+                folder = tmp_path_factory.mktemp("sharded")
+                alive.append(stack.enter_context(processes.Group(WORLD, __name__, folder / "store")))
+                alive[0].run(connect, folder)
+            try:
+                alive[0].run(call, name, size=CHECKS[name][1])
+            except AssertionError:
+                alive.clear()
+                raise
+
+        yield run
 
 
-@pytest.fixture(scope="module")
-def slow(tmp_path_factory):
-    return run_checks(tmp_path_factory.mktemp("sharded"), "slow")
-
-
-def verdict(results, name, processes):
-    found = [results[rank].get(name, "did not run, because a check before it failed") for rank in range(processes)]
-    assert found == [""] * processes, "\n".join(f"process {rank}: {text}" for rank, text in enumerate(found))
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_processes(fast, name):
-    verdict(fast, name, CHECKS[name][1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW)
-def test_processes_slow(slow, name):
-    verdict(slow, name, SLOW[name][1])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CHECKS])
+def test_processes(crew, name):
+    crew(name)
 
 
 # ------------------------------------------------------------------------------------------------- without any process

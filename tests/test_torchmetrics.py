@@ -6,6 +6,7 @@ import copy
 import pickle
 import warnings
 
+import processes
 import pytest
 import torch
 from torchmetrics import MetricCollection
@@ -196,9 +197,7 @@ def test_mistakes_are_named(call, message):
 # -- two processes ----------------------------------------------------------------------------------------------------
 
 
-def _process(rank: int, folder: str) -> None:
-    warnings.simplefilter("error")
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
+def _process(rank):
     results = {}
     for name, (make, data, _) in CASES.items():
         x, y = data()
@@ -217,13 +216,11 @@ def _process(rank: int, folder: str) -> None:
         if rank == 1:  # the other process has no data at all
             metric.update(*data())
         results[name + ", alone"] = metric.compute()
-    torch.save(results, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+    return results
 
 
 def test_two_processes_are_one_on_the_joined_data(tmp_path):
-    torch.multiprocessing.spawn(_process, args=(str(tmp_path),), nprocs=2)
-    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    ranks = processes.run(2, _process, store=tmp_path / "store")
     for name, (_, data, expected) in CASES.items():
         x, y = data()
         twice = torch.cat([x, x[:10], x[:10]]), torch.cat([y, y[:10], y[:10]])

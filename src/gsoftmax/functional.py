@@ -95,8 +95,8 @@ def gsoftmax(x: Tensor, mu: Tensor | float, sigma: Tensor | float, lam: float = 
 
     x: (N, C), (N, C, d1, ...) or (C,); mu, sigma: (C,) or a number.  Returns x's shape, in float32 for half precision.
 
-    >>> gsoftmax(torch.tensor([[0.0, 1.0]]), 0.0, 1.0).sum(dim=1)
-    tensor([1.])
+    >>> gsoftmax(torch.tensor([[0.0, 1.0]]), 0.0, 1.0)
+    tensor([[0.2073, 0.7927]])
     """
     return torch.softmax(gsoftmax_logits(x, mu, sigma, lam), _class_dim(x))
 

@@ -218,8 +218,8 @@ class ClassGeometry:
 
     >>> x = torch.tensor([[2.0, 0.0], [3.0, 1.0], [0.0, 3.0], [1.0, 5.0]])
     >>> geometry = ClassStatistics(2).update(x, torch.tensor([0, 0, 1, 1])).geometry()
-    >>> {name: round(value, 3) for name, value in geometry.average().items()}
-    {'compactness': 1.5, 'separability': 11.938, 'ratio': 15.938, 'relative_sigma': 0.268, 'dprime': 4.214}
+    >>> {name: round(value, 2) for name, value in geometry.average().items()}
+    {'compactness': 1.5, 'separability': 11.94, 'ratio': 15.94, 'relative_sigma': 0.27, 'dprime': 4.21}
     """
 
     compactness: Tensor  # 1 / sigma
