@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import one_thread  # noqa: F401
 
 from gsoftmax import geometry
 from gsoftmax.geometry import MEASURES, ClassStatistics

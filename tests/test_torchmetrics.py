@@ -9,6 +9,7 @@ import warnings
 import processes
 import pytest
 import torch
+from processes import one_thread  # noqa: F401
 from torchmetrics import MetricCollection
 
 from gsoftmax import metrics
