@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gsoftmax.compare import NAMES, SMALLER_IS_BETTER
+from gsoftmax import measures
 from gsoftmax.report.colours import BLUE, GREEN, GREY, ORANGE, VERMILLION
 
 from .run import ROWS
@@ -63,7 +63,7 @@ def draw_map(cells: Mapping[str, Mapping[Cell, Difference | None]]) -> str:
             row, column = lams.index(lam), sigmas.index(sigma)
             colour = (0.87, 0.87, 0.87, 1.0)
             if d is not None:
-                good = d.test.difference / limit * (-1 if metric in SMALLER_IS_BETTER else 1)
+                good = d.test.difference / limit * (-1 if measures.find(metric).smaller_is_better else 1)
                 colour = better((good + 1) / 2)
             axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor=colour, edgecolor="white"))
             bright = 0.3 * colour[0] + 0.59 * colour[1] + 0.11 * colour[2] > 0.5
@@ -81,7 +81,7 @@ def draw_map(cells: Mapping[str, Mapping[Cell, Difference | None]]) -> str:
         axes.set_yticks(range(len(lams)), [f"{v:g}" for v in lams])
         axes.set(xlim=(-0.5, len(sigmas) - 0.5), ylim=(-0.5, len(lams) - 0.5), xlabel="first σ")
         axes.set_ylabel("λ", rotation=0, labelpad=8)
-        axes.set_title(NAMES.get(metric, metric), fontsize=11)
+        axes.set_title(measures.find(metric).title, fontsize=11)
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
     figure.suptitle(

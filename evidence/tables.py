@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from gsoftmax.compare import MULTI, NAMES, PERCENT, SINGLE, SMALLER_IS_BETTER, number, p_value
+from gsoftmax import measures
 from gsoftmax.significance import (
     Correlation,
     Paired,
@@ -28,7 +28,9 @@ from gsoftmax.significance import (
     paper_correlations,
     required_n,
     t_two_sided,
+    verdict,
 )
+from gsoftmax.tables import p_value, show, signed
 
 from .run import ROWS, Study, read_rows, studies
 
@@ -38,7 +40,6 @@ MARKS = re.compile(r"(<!-- evidence: (\w+) -->\n).*?(<!-- evidence: end -->)", r
 NOTHING = "No run has been done yet."
 
 SEVEN = ("mAP", "C_P", "C_R", "C_F1_mean", "O_P", "O_R", "O_F1")  # the paper's, of several labels
-MORE_NAMES = {"C_P": "C-P %", "C_R": "C-R %", "O_P": "O-P %", "O_R": "O-R %"}
 GEOMETRY = ("compactness", "separability", "ratio")
 GAUSSIAN = ("learned", "empirical", "empirical_all")  # the scores of gsoftmax.ood that come from Gaussians
 COST_BOUND = 1.01  # a step may cost so much of softmax's
@@ -62,18 +63,12 @@ class Difference:
 
     @property
     def verdict(self) -> str:
-        return _verdict(self.test.difference, self.p, self.metric in SMALLER_IS_BETTER)
+        return verdict(self.test.difference, self.p, measures.find(self.metric).smaller_is_better)
 
     @property
     def share(self) -> float:
         """The difference in percent of the reference."""
         return 100 * self.test.difference / self.reference if self.reference else math.nan
-
-
-def _verdict(difference: float, p: float, smaller: bool = False) -> str:
-    if not p < 0.05:
-        return "no difference shown"
-    return "better" if (difference < 0) == smaller else "worse"
 
 
 def done(rows: Sequence[Row]) -> list[Row]:
@@ -83,7 +78,7 @@ def done(rows: Sequence[Row]) -> list[Row]:
 
 def values(rows: Sequence[Row], metric: str) -> dict[str, dict[int, float]]:
     """A metric by setting and seed, in percent where it is a share."""
-    scale = 100.0 if metric in (*PERCENT, *SEVEN) or metric.startswith("ood_") else 1.0
+    scale = measures.find(metric).scale
     found: dict[str, dict[int, float]] = {}
     for row in done(rows):
         if metric in row["metrics"]:
@@ -94,7 +89,7 @@ def values(rows: Sequence[Row], metric: str) -> dict[str, dict[int, float]]:
 def metrics_of(rows: Sequence[Row]) -> tuple[str, ...]:
     """The metrics that are tested; none where all runs diverged."""
     first = next(iter(done(rows)), None)
-    return () if first is None else MULTI if "mAP" in first["metrics"] else SINGLE
+    return () if first is None else measures.MULTI if "mAP" in first["metrics"] else measures.SINGLE
 
 
 def settings_of(study: Study, rows: Sequence[Row]) -> list[str]:
@@ -137,7 +132,7 @@ def study_tables(study: Study, rows: Sequence[Row]) -> str:
     if found:
         parts += [_caption(study), _differences(found, metrics)]
         if not math.isnan(sd := found[0].test.sd):
-            effect, name = 0.1, _name(found[0].metric).removesuffix(" %")
+            effect, name = 0.1, measures.find(found[0].metric).label
             parts.append(
                 f"To see {effect} points of {name} at 80 % power takes {required_n(sd, effect)} paired seeds here "
                 f"({found[0].setting})."
@@ -155,9 +150,9 @@ def _means(rows: Sequence[Row], settings: Sequence[str], metrics: Sequence[str])
             found = by[metric].get(setting, {})
             # the seconds of a run that something else slowed down should not count
             timed = metric == "seconds" and found
-            cells.append(number(float(np.median([*found.values()]))) if timed else _plus_minus(found))
+            cells.append(show(float(np.median([*found.values()]))) if timed else _plus_minus(found))
         lines.append([setting, _seeds(rows, setting), *cells])
-    return _table(["setting", "seeds", *map(_name, metrics)], lines)
+    return _table(["setting", "seeds", *(measures.find(m).title for m in metrics)], lines)
 
 
 def _caption(study: Study) -> str:
@@ -174,7 +169,7 @@ def _differences(found: Sequence[Difference], metrics: Sequence[str]) -> str:
         of = {d.metric: d for d in found if d.setting == setting}
         cells = [_shown(of[m].test, of[m].verdict) if m in of else "–" for m in metrics]
         lines.append([setting, str(max(d.test.n for d in of.values())), *cells])
-    return _table(["setting", "pairs", *map(_name, metrics)], lines)
+    return _table(["setting", "pairs", *(measures.find(m).title for m in metrics)], lines)
 
 
 def _label_tables(study: Study, rows: Sequence[Row]) -> list[str]:
@@ -250,7 +245,7 @@ class Detection:
 
     @property
     def verdict(self) -> str:
-        return _verdict(self.test.difference, self.p)
+        return verdict(self.test.difference, self.p, False)
 
 
 def ood_columns(rows: Sequence[Row]) -> list[tuple[str, str]]:
@@ -347,7 +342,7 @@ def cost_tables(cost: Mapping[str, Any], found: Found) -> str:
             of = seconds.get(setting, {})
             a, b = on_common_seeds(seconds.get(first, {}), of)
             if len(a):
-                median = number(float(np.median([*of.values()])))
+                median = show(float(np.median([*of.values()])))
                 lines.append([setting, _seeds(rows, setting), median, f"{np.median(b / a):.3f}"])
         if lines:
             parts.append(
@@ -398,7 +393,9 @@ def claims(found: Found, cost: Mapping[str, Any]) -> Iterator[tuple[str, str, li
                 (one, [c.r for c, _ in pairs], [c.p for c, _ in pairs]),
                 (everything, [c.r for _, c in pairs], p_all),
             ):
-                cases += [Case(name, _verdict(r, p), r) for r, p in zip(rs, holm(ps), strict=True) if not math.isnan(r)]
+                cases += [
+                    Case(name, verdict(r, p, False), r) for r, p in zip(rs, holm(ps), strict=True) if not math.isnan(r)
+                ]
     yield "5. geometry goes with AP: one label over settings, as in the paper", "r", one
     yield "5. geometry goes with AP: all labels and settings", "r", everything
     yield "calibration: lowers NLL", "%", of("nll", share=True)
@@ -445,8 +442,8 @@ def verdicts(found: Found, cost: Mapping[str, Any]) -> str:
     lines = []
     for claim, unit, cases in claims(found, cost):
         counts = []
-        for verdict in ("better", "worse", "no difference shown"):
-            names = [c.study for c in cases if c.verdict == verdict]
+        for answer in ("better", "worse", "no difference shown"):
+            names = [c.study for c in cases if c.verdict == answer]
             counts.append((len(names), len(set(names))))
         shown = [f"{n} in {k}" if n else "0" for n, k in counts]
         lines.append([claim, *shown, _range(cases, unit), f"**{word(counts[0][0], counts[1][0], len(cases))}**"])
@@ -502,10 +499,6 @@ def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {' | '.join(x)} |" for x in lines)])
 
 
-def _name(metric: str) -> str:
-    return NAMES.get(metric, MORE_NAMES.get(metric, metric))
-
-
 def _seeds(rows: Sequence[Row], setting: str) -> str:
     """
     >>> _seeds([{"setting": "a", "metrics": {}}, {"setting": "a", "diverged": "nan"}], "a")
@@ -528,17 +521,17 @@ def _decimals(spread: float) -> int:
 def _plus_minus(of_seeds: Mapping[int, float]) -> str:
     v = np.array([*of_seeds.values()])
     if len(v) < 2:
-        return number(float(v[0])) if len(v) else "–"
+        return show(float(v[0])) if len(v) else "–"
     sd = float(v.std(ddof=1))
     if sd < 1e-9 * abs(v.mean()):  # the same number every time, but for rounding
-        return f"{number(float(v.mean()))} ± 0"
+        return f"{show(float(v.mean()))} ± 0"
     digits = _decimals(sd)
     return f"{v.mean():.{digits}f} ± {sd:.{digits}f}"
 
 
 def _span(t: Paired) -> str:
     if math.isnan(t.low):
-        return number(t.difference, True)
+        return signed(t.difference) or "–"
     digits = _decimals((t.high - t.low) / 2)
     d, low, high = (f"{round(v, digits) + 0.0:+.{digits}f}" for v in (t.difference, t.low, t.high))  # no -0.00
     return f"{d} [{low}, {high}]"
@@ -558,7 +551,7 @@ def _where(row: Row) -> str:
 
 def _provenance(rows: Sequence[Row]) -> str:
     seconds = [r["metrics"]["seconds"] for r in done(rows)]
-    each = f", {number(float(np.median(seconds)))} s each in the median" if seconds else ""
+    each = f", {show(float(np.median(seconds)))} s each in the median" if seconds else ""
     lost = len(rows) - len(done(rows))
     diverged = f" ({lost:,} diverged, left out of the numbers)" if lost else ""
     return f"{len(rows):,} runs{diverged}{each}: {'; '.join(sorted({_where(r) for r in rows}))}."

@@ -12,7 +12,7 @@ import scipy.stats
 import torch
 
 from evidence import cost, figures, heads, prepare, run, tables
-from gsoftmax import data
+from gsoftmax import data, measures
 from gsoftmax.config import Config
 
 
@@ -95,7 +95,7 @@ def rows(tmp_path):
     made = []
     for seed in range(8):
         for setting, shift in (("a", 0.0), ("b", 0.01), ("c", -0.3)):
-            metrics = {m: 0.5 + shift + 0.01 * generator.standard_normal() for m in tables.SINGLE} | {"seconds": 1.0}
+            metrics = {m: 0.5 + shift + 0.01 * generator.standard_normal() for m in measures.SINGLE} | {"seconds": 1.0}
             made.append({"setting": setting, "seed": seed, "metrics": metrics, "gpu": None, "processor": "x"})
             made[-1] |= {"torch": "2", "gsoftmax": "0"}
     return made
@@ -104,7 +104,7 @@ def rows(tmp_path):
 def test_differences_agree_with_scipy(rows):
     study = run.Study("s", "digits", {}, range(8), {"a": {}, "b": {}, "c": {}})
     found = tables.differences(study, rows)
-    assert len(found) == 2 * len(tables.SINGLE)
+    assert len(found) == 2 * len(measures.SINGLE)
     error = {s: 100 * np.array([r["metrics"]["error"] for r in rows if r["setting"] == s]) for s in "abc"}
     d = next(d for d in found if (d.setting, d.metric) == ("c", "error"))
     expected = scipy.stats.ttest_rel(error["c"], error["a"])
@@ -166,11 +166,11 @@ def made(settings, seeds, metrics, labels=0, noise=0.01, start=0):
 
 
 def single(**changes):
-    return dict.fromkeys(tables.SINGLE, 0.5) | changes
+    return dict.fromkeys(measures.SINGLE, 0.5) | changes
 
 
 def multi():
-    return dict.fromkeys((*tables.MULTI, *tables.SEVEN), 0.5)
+    return dict.fromkeys((*measures.MULTI, *tables.SEVEN), 0.5)
 
 
 def study_of(name, rows, seeds=None, **options):
@@ -231,7 +231,7 @@ def test_diverged_and_missing_runs_are_counted_and_left_out(everything):
     of = {(r["setting"], r["seed"]): r["metrics"] for r in rows if "metrics" in r}
     for setting in ("G λ=1", "G λ=4"):
         seeds = [seed for seed in range(10) if (setting, seed) in of]
-        for metric in tables.SINGLE:
+        for metric in measures.SINGLE:
             scale = 100 if metric in ("error", "ece") else 1
             a, b = (scale * np.array([of[s, seed][metric] for seed in seeds]) for s in ("softmax", setting))
             expected = scipy.stats.ttest_rel(b, a)

@@ -22,7 +22,7 @@ from gsoftmax.config import Config, parse_head
 from gsoftmax.functional import gsoftmax
 from gsoftmax.report import figures, page, pictures, tables
 from gsoftmax.report.colours import colours
-from gsoftmax.report.tables import Table
+from gsoftmax.tables import Table
 
 ROOT = Path(__file__).parents[1]
 EVIL = "<img src=x onerror=alert(1)>"

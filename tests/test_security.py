@@ -30,13 +30,13 @@ import pytest
 import torch
 
 import gsoftmax
-from gsoftmax import backbones, cli, data, recipes, report, train
+from gsoftmax import backbones, cli, data, recipes, report, tables, train
 from gsoftmax.analyze import analyze
-from gsoftmax.compare import SINGLE
 from gsoftmax.config import Config
 from gsoftmax.data import cifar
+from gsoftmax.measures import SINGLE
 from gsoftmax.outputs import open_outputs
-from gsoftmax.report import page, tables
+from gsoftmax.report import page
 
 SOURCE = Path(gsoftmax.__file__).parent
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from . import geometry, significance
-from .metrics import multilabel_report
+from .metrics import P_MIN, multilabel_report
 from .outputs import IGNORE, Block, Outputs, open_outputs
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
 BINS = 15  # of the reliability diagram, as in metrics.expected_calibration_error
 _BLOCK = 2**22  # numbers of x read at a time: 32 MB in float64
 _AP_MEMORY = 2**28  # bytes of scores held for average precision; more labels than fit take more passes
+_LOG_P_MIN = math.log(P_MIN)
 _NEAREST = 3  # impostors told by name
 _MOST_NEAREST = 1000  # classes for which they are looked for: the search is quadratic
 
@@ -152,7 +153,7 @@ def _analyze(files: Sequence[Outputs], points: int) -> tuple[list[Analysis], dic
     rows = max(1, _BLOCK // max(1, head.num_classes))
     tallies = [_Tally(f, points) for f in files]
     pairs: dict[str, Any] = {"error": _Moments(), "nll": _Moments(), "first": 0, "second": 0}
-    start = bad = ignored = impossible = 0
+    start = bad = ignored = 0
     masks = []  # rows used
     for blocks in zip(*(f.blocks(rows) for f in files), strict=True):
         y = blocks[0].y
@@ -170,9 +171,7 @@ def _analyze(files: Sequence[Outputs], points: int) -> tuple[list[Analysis], dic
         if len(seen) == 2:
             (wrong_a, nll_a), (wrong_b, nll_b) = seen
             pairs["error"].update(wrong_b.astype(float) - wrong_a)
-            both = np.isfinite(nll_a) & np.isfinite(nll_b)
-            impossible += int((~both).sum())
-            pairs["nll"].update(nll_b[both] - nll_a[both], dropped=int((~both).sum()))
+            pairs["nll"].update(nll_b - nll_a)
             if not head.multilabel:
                 pairs["first"] += int((~wrong_a & wrong_b).sum())
                 pairs["second"] += int((wrong_a & ~wrong_b).sum())
@@ -185,8 +184,6 @@ def _analyze(files: Sequence[Outputs], points: int) -> tuple[list[Analysis], dic
         notes.append(f"{_count(ignored, 'row')} labelled {IGNORE} left out")
     if bad:
         notes.append(f"{_count(bad, 'row')} with nan or inf left out")
-    if impossible and len(files) == 2:
-        notes.append(f"{_count(impossible, 'image')} given probability 0 left out of the NLL difference")
     mask = np.concatenate(masks)
     return [tally.result(notes, mask) for tally in tallies], pairs
 
@@ -217,6 +214,9 @@ class _Tally:
             return np.zeros(0, bool), np.zeros(0)
         self.statistics.update(x, y)
         p, log_true = block.probabilities(self.file)
+        impossible = log_true < _LOG_P_MIN
+        self.zero += int(impossible.reshape(len(y), -1).any(1).sum())
+        log_true = np.maximum(log_true, _LOG_P_MIN)
         self.points.update(x, p, y, number)
         if self.file.multilabel:
             has = y.astype(bool)
@@ -235,9 +235,7 @@ class _Tally:
             self.wrong_x += int((x.argmax(1) != y).sum())
             self.of_class += np.bincount(y, minlength=len(self.of_class))
             self.right_of_class += np.bincount(y[right], minlength=len(self.of_class))
-        impossible = ~np.isfinite(nll)
-        self.zero += int(impossible.sum())
-        self.nll.update(nll[~impossible])
+        self.nll.update(nll)
         self.wrong.update(wrong.astype(float))
         return wrong, nll
 
@@ -251,18 +249,25 @@ class _Tally:
         file, found = self.file, self.statistics.geometry()
         count = np.maximum(self.bins[:, :1], 1)
         calibration = np.hstack([self.bins[:, :1], np.where(self.bins[:, :1] > 0, self.bins[:, 1:] / count, np.nan)])
-        nll = math.inf if self.zero else self.nll.mean
         if file.multilabel:
             metrics, score = self._several()
-            metrics |= {"nll": nll, "hamming": self.wrong.mean}
+            metrics |= {"nll": self.nll.mean, "hamming": self.wrong.mean}
         else:
             with np.errstate(invalid="ignore"):
                 score = self.right_of_class / self.of_class
             excess = np.abs(self.bins[:, 2] - self.bins[:, 1]).sum() / self.n
-            metrics = {"error": self.wrong.mean, "error_x": self.wrong_x / self.n, "nll": nll, "ece": float(excess)}
+            metrics = {
+                "error": self.wrong.mean,
+                "error_x": self.wrong_x / self.n,
+                "nll": self.nll.mean,
+                "ece": float(excess),
+            }
         told = [*file.notes, *notes]
         if self.zero:
-            told.append(f"{_count(self.zero, 'image')} whose true label was given probability 0: NLL is infinite")
+            told.append(
+                f"{_count(self.zero, 'image')} whose true label was given a probability below {P_MIN:.1e}, "
+                "which the NLL counts as that"
+            )
         if found.pooled:
             told.append(
                 f"{file.num_classes} classes: the impostors of a class are pooled into one Gaussian (the full table is "
@@ -333,10 +338,9 @@ class _Moments:
     """Count, mean and sum of squared distances from it, block by block (Chan's formula)."""
 
     def __init__(self) -> None:
-        self.n, self.mean, self.m2, self.dropped = 0, 0.0, 0.0, 0
+        self.n, self.mean, self.m2 = 0, 0.0, 0.0
 
-    def update(self, values: np.ndarray, dropped: int = 0) -> None:
-        self.dropped += dropped
+    def update(self, values: np.ndarray) -> None:
         n = len(values)
         if not n:
             return
@@ -347,20 +351,9 @@ class _Moments:
         self.n = total
 
     def paired(self) -> significance.Paired:
-        """The paired t-test of differences that were streamed; as `significance.paired` of the two columns."""
-        nan = math.nan
-        if self.n < 2:
-            return significance.Paired(self.mean if self.n else nan, nan, nan, nan, nan, self.n, nan, self.dropped)
-        sd = math.sqrt(self.m2 / (self.n - 1))
-        if sd == 0:
-            t = math.copysign(math.inf, self.mean) if self.mean else 0.0
-            p = 0.0 if self.mean else 1.0
-            return significance.Paired(self.mean, self.mean, self.mean, t, p, self.n, 0.0, self.dropped)
-        error = sd / math.sqrt(self.n)
-        half = significance.t_quantile(0.975, self.n - 1) * error
-        t = self.mean / error
-        p = significance.t_two_sided(t, self.n - 1)
-        return significance.Paired(self.mean, self.mean - half, self.mean + half, t, p, self.n, sd, self.dropped)
+        """The paired t-test of differences that were streamed."""
+        sd = math.sqrt(self.m2 / (self.n - 1)) if self.n > 1 else math.nan
+        return significance.paired_from_moments(self.n, self.mean, sd)
 
 
 def mcnemar(only_first_right: int, only_second_right: int) -> McNemar:

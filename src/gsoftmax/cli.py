@@ -325,7 +325,7 @@ def _config(what: str, changes: Sequence[str], smoke: bool = False) -> Any:
 
 
 def _folder(what: str, out: str | None) -> Path:
-    from .compare import folder_name
+    from .runs import folder_name
 
     return Path(out) if out else Path("runs") / folder_name(Path(what).name or what)
 
@@ -347,7 +347,7 @@ def _clear() -> None:
 
 
 def _compare(args: argparse.Namespace) -> None:
-    from . import compare, report, train
+    from . import compare, report, summary, tables, train
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("compare starts its own processes, as many as --jobs says; torchrun is for gsoftmax train")
@@ -365,13 +365,15 @@ def _compare(args: argparse.Namespace) -> None:
     out = _folder(args.what, args.out)
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     print(f"{dataset.summary()}; {', '.join(heads)}; {args.seeds} seeds -> {out}")
-    summary = compare.compare(config, heads, list(seeds), out, data_root=args.data, jobs=args.jobs, progress=_ticker())
+    found = compare.compare(config, heads, list(seeds), out, data_root=args.data, jobs=args.jobs, progress=_ticker())
     _clear()
-    print("\n" + compare.tables(summary) + "\n")
-    for sentence in compare.verdicts(summary):
-        print(textwrap.fill(sentence, 100, subsequent_indent="  "))
+    for table in (summary.means(found), *summary.differences(found)):
+        print(f"\n{table.text()}")
+    print()
+    for sentence in summary.verdicts(found):
+        print(textwrap.fill(tables.plain(sentence), 100, subsequent_indent="  "))
     try:
-        print(f"\n{report.write_page(summary, out, f'{args.what}: {chr(44).join(heads)}')}")
+        print(f"\n{report.write_page(found, out, f'{args.what}: {chr(44).join(heads)}')}")
     except ValueError as error:  # the runs and their numbers are there all the same
         print(f"\nno page was written: {error}")
 

@@ -7,43 +7,26 @@ out/report.html        the page
 
 from __future__ import annotations
 
-import json
-import math
 import multiprocessing
 import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from . import significance
+from . import measures
 from .config import Config, parse_head
 from .distributed import Stopped
-from .runs import locked, read_config, read_result, write_atomically
-from .train import load_data, pick_device, train
-
-SINGLE = ("error", "compactness", "separability", "ratio", "relative_sigma", "dprime", "nll", "ece")
-MULTI = ("mAP", "C_F1_mean", "O_F1", "compactness", "separability", "ratio", "relative_sigma", "dprime", "nll", "ece")
-NAMES = {
-    "error": "error %",
-    "mAP": "mAP %",
-    "C_F1_mean": "C-F1 %",
-    "O_F1": "O-F1 %",
-    "relative_sigma": "relative σ",
-    "dprime": "d′",
-    "nll": "NLL",
-    "ece": "ECE %",
-}
-PERCENT = ("error", "mAP", "C_F1_mean", "O_F1", "ece")
-SMALLER_IS_BETTER = ("error", "relative_sigma", "nll", "ece")
+from .runs import folder_name, locked, read_config, read_result
+from .summary import summarise
+from .train import build, build_optimizer, build_schedule, load_data, pick_device, refuse, train
 
 
 @dataclass(frozen=True)
@@ -53,15 +36,6 @@ class Task:
     config: Config
     out: Path
     data_root: str | None
-
-
-def folder_name(head: str) -> str:
-    """A head's folder from how it was written.
-
-    >>> folder_name("gsoftmax(lam=4, gaussians=tracked)")
-    'gsoftmax-lam=4-gaussians=tracked'
-    """
-    return re.sub(r"-+", "-", re.sub(r"[^\w.=+-]+", "-", head)).strip("-")
 
 
 def split_heads(text: str) -> list[str]:
@@ -114,17 +88,15 @@ def _run_missing(
             result = read_result(task.out) or {}
             spent = time.perf_counter() - started
             left = spent / count * (len(todo) - count)
-            headline = "mAP" if multilabel else "error"
+            headline = measures.headline(multilabel)
             progress(
                 f"{count}/{len(todo)}  {task.config.head} seed {task.config.seed}  "
-                f"{NAMES[headline]} {100 * result.get(headline, float('nan')):.2f}  {left:.0f} s left"
+                f"{headline.title} {headline.scale * result.get(headline.key, float('nan')):.2f}  {left:.0f} s left"
             )
 
 
 def _refuse_early(tasks: Sequence[Task], dataset: Any) -> None:
     """Heads that cannot be built on this data fail before anything is trained or written."""
-    from .train import build, build_optimizer, build_schedule, refuse
-
     for task in tasks:
         refuse(task.config, dataset)
         build_schedule(task.config, max(task.config.epochs, 1))
@@ -216,117 +188,3 @@ def _run_in_pool(task: Task, gpu: int | None) -> None:
 def _run(task: Task, gpu: int | None) -> None:
     config = task.config if gpu is None else task.config.override({"device": f"cuda:{gpu}"})
     train(config, task.out, data_root=task.data_root, resume=(task.out / "config.json").exists())
-
-
-# ------------------------------------------------------------------------------------------------------------- numbers
-
-
-def summarise(out: str | os.PathLike[str], heads: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
-    """The summary of a comparison's folder, which is also written there."""
-    results: dict[str, list[Any]] = {
-        h: [read_result(Path(out) / folder_name(h) / f"seed-{s}") for s in seeds] for h in heads
-    }
-    summary = summary_of(results, seeds)
-    write_atomically(Path(out) / "summary.json", json.dumps(summary, indent=2))
-    return summary
-
-
-def summary_of(results: Mapping[str, Sequence[Mapping[str, Any]]], seeds: Sequence[int]) -> dict[str, Any]:
-    """Mean and deviation of every metric for every head, and the paired difference from the first head."""
-    heads = list(results)
-    multilabel = "mAP" in results[heads[0]][0]
-    summary: dict[str, Any] = {"heads": heads, "seeds": list(seeds), "metrics": {}, "multilabel": multilabel}
-    outside = [
-        k for k in results[heads[0]][0] if k.startswith("ood_") and all(k in r for h in heads for r in results[h])
-    ]
-    for metric in (*(MULTI if multilabel else SINGLE), *outside):
-        scale = 100.0 if metric in PERCENT or metric in outside else 1.0
-        values = {h: np.array([scale * r[metric] for r in results[h]]) for h in heads}
-        rows = {}
-        for h, v in values.items():
-            sd = float(v.std(ddof=1)) if len(v) > 1 else None
-            rows[h] = {"values": v.tolist(), "mean": float(v.mean()), "sd": sd}
-            if h != heads[0] and len(v) > 1:
-                rows[h]["paired"] = asdict(significance.paired(values[heads[0]], v))
-        summary["metrics"][metric] = rows
-    summary["seconds"] = {h: [r["seconds"] for r in results[h]] for h in heads}
-    return summary
-
-
-def tables(summary: dict[str, Any]) -> str:
-    """The summary for a terminal: means, then differences from the first head."""
-    heads, seeds = summary["heads"], summary["seeds"]
-    width = max(16, *(len(h) + 2 for h in heads))
-    name = {metric: _name(metric) for metric in summary["metrics"]}
-    first = max(14, *(len(text) + 2 for text in name.values()))
-    lines = [f"mean ± standard deviation over {len(seeds)} seed{'s' if len(seeds) > 1 else ''}", ""]
-    lines.append(f"{'':{first}}" + "".join(f"{h:>{width}}" for h in heads))
-    for metric, rows in summary["metrics"].items():
-        cells = [_plus_minus(rows[h]["mean"], rows[h]["sd"]) for h in heads]
-        lines.append(f"{name[metric]:{first}}" + "".join(f"{c:>{width}}" for c in cells))
-    if len(seeds) > 1 and len(heads) > 1:
-        lines += ["", f"difference from {heads[0]}, paired by seed: mean [95 % interval] p"]
-        for h in heads[1:]:
-            lines += ["", h]
-            for metric, rows in summary["metrics"].items():
-                d = rows[h]["paired"]
-                span = f"[{number(d['low'], True)}, {number(d['high'], True)}]"
-                change = f"{number(d['difference'], True):>10}  {span:24} {p_value(d['p'])}"
-                lines.append(f"  {name[metric]:{first}}{change}")
-    return "\n".join(lines)
-
-
-def verdicts(summary: dict[str, Any]) -> list[str]:
-    """What changed, and how sure we are, in sentences."""
-    heads, n = summary["heads"], len(summary["seeds"])
-    headline = "mAP" if summary["multilabel"] else "error"
-    sentences = []
-    for h in heads[1:] if n > 1 else []:
-        d = summary["metrics"][headline][h]["paired"]
-        better = (d["difference"] < 0) == (headline in SMALLER_IS_BETTER)
-        if not d["p"] <= 0.05:
-            shown = "no difference shown"
-        else:
-            shown = f"{'better' if better else 'worse'}, p {p_value(d['p'])}"
-        sentence = (
-            f"{h} against {heads[0]}, {n} seeds: {headline} {number(d['difference'], True)} points, "
-            f"interval {number(d['low'], True)} to {number(d['high'], True)}: {shown}"
-        )
-        for metric in ("compactness", "separability", "ratio"):
-            rows = summary["metrics"][metric]
-            base, g = rows[heads[0]]["mean"], rows[h]["paired"]
-            sentence += f"; {metric} {100 * g['difference'] / base:+.0f} %, p {p_value(g['p'])}"
-        sentences.append(sentence + ".")
-    return sentences
-
-
-def _name(metric: str) -> str:
-    """
-    >>> _name("dprime"), _name("ood_probability digits")
-    ('d′', 'AUROC %, probability, digits')
-    """
-    if metric.startswith("ood_"):
-        score, _, outside = metric.removeprefix("ood_").partition(" ")
-        return f"AUROC %, {score.replace('_', ' ')}, {outside}"
-    return NAMES.get(metric, metric)
-
-
-def p_value(p: float) -> str:
-    """
-    >>> p_value(0.0321), p_value(3e-9)
-    ('0.032', '< 1e-6')
-    """
-    if math.isnan(p):
-        return "n/a"
-    return "< 1e-6" if p < 1e-6 else f"{p:.2g}"
-
-
-def number(v: float, sign: bool = False) -> str:
-    digits = 2 if abs(v) >= 10 else 3 if abs(v) >= 1 else 4
-    v = round(v, digits) + 0.0  # no -0.0000
-    return f"{v:+.{digits}f}" if sign else f"{v:.{digits}f}"
-
-
-def _plus_minus(mean: float, sd: float | None) -> str:
-    digits = 2 if abs(mean) >= 10 else 3 if abs(mean) >= 1 else 4
-    return f"{mean:.{digits}f}" + ("" if sd is None else f" ± {sd:.{digits}f}")

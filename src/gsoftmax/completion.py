@@ -91,7 +91,8 @@ def _options(parser: argparse.ArgumentParser) -> dict[str, str]:
 
 def _values(action: argparse.Action) -> Offer:
     """What an argument or option takes: its choices, the names we know for it, or what its placeholder says."""
-    from .report import figures, tables
+    from .report import figures
+    from .tables import FORMATS
 
     if action.choices is not None:
         return Offer("words", dict.fromkeys(map(str, action.choices), ""))
@@ -99,7 +100,7 @@ def _values(action: argparse.Action) -> Offer:
     known = {
         "what": ("words", [*recipes, *_datasets()]),
         "heads": ("list", catalog.HEADS),
-        "tables": ("list", tables.FORMATS),
+        "tables": ("list", FORMATS),
         "figures": ("list", figures.FORMATS),
         "table": ("words", dict.fromkeys(table for table, published in recipes.values() if published)),
         "row": ("words", [name for name, (_, published) in recipes.items() if published]),

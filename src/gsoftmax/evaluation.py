@@ -142,9 +142,6 @@ def _evaluate_shards(
 def score(x: Tensor, p: Tensor, y: Tensor) -> dict[str, float]:
     """Metrics and class geometry of a split: error, NLL and ECE, or the multi-label numbers; x also without the term.
 
-    For the NLL p is held a float64's precision away from 0 and 1, as scikit-learn's log_loss does, so that one certain
-    mistake costs 36 and not infinity.
-
     x: (N, C), or of several labels (N, L) or (N, 2, L); p: (N, C) or (N, L); y: (N,), or 0 and 1 in the shape of p
 
     >>> x = torch.tensor([[2.0, 0.0], [1.0, 0.0], [0.0, 3.0], [1.0, 0.0]])
@@ -154,20 +151,18 @@ def score(x: Tensor, p: Tensor, y: Tensor) -> dict[str, float]:
     """
     multilabel = y.ndim == 2
     stats = geometry.ClassStatistics(p.shape[1], multilabel=multilabel).update(positive_outputs(x), y)
-    eps = torch.finfo(torch.float64).eps
-    held = p.double().clamp(eps, 1 - eps)
     if multilabel:
         report = metrics.multilabel_report(p, y)
         numbers = {k: float(v) for k, v in dataclasses.asdict(report).items() if isinstance(v, (int, float))}
         numbers |= {  # averages over labels
-            "nll": float(metrics.multilabel_negative_log_likelihood(held, y).nanmean()),
+            "nll": float(metrics.multilabel_negative_log_likelihood(p, y).nanmean()),
             "ece": float(metrics.multilabel_expected_calibration_error(p, y).nanmean()),
         }
     else:
         numbers = {
             "error": float(metrics.top1_error(p, y)),
             "error_x": float(metrics.top1_error(x, y)),
-            "nll": float(metrics.negative_log_likelihood(held, y)),
+            "nll": float(metrics.negative_log_likelihood(p, y)),
             "ece": float(metrics.expected_calibration_error(p, y)),
         }
     return numbers | stats.geometry().average()

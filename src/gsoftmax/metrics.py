@@ -32,6 +32,8 @@ ArrayLike = Any  # a torch tensor, a NumPy array, or nested lists of numbers
 
 STYLES = ("exact", "voc12")
 
+P_MIN = float(np.finfo(np.float64).eps)  # probabilities below count as this in the NLL, as in scikit-learn's log_loss
+
 _COLUMNS = 8  # classes worked on together: a cache line's worth of float32 in a row of the scores
 _SMALL = 2**18  # scores below which threads cost more than they bring
 
@@ -57,6 +59,8 @@ def top1_error(scores: ArrayLike, target: ArrayLike, *, ignore_index: int = -100
 def negative_log_likelihood(p: ArrayLike, target: ArrayLike, *, ignore_index: int = -100) -> float:
     """Mean of -log p of the true class; p: (N, C) or (N, C, d1, ...) probabilities, target: (N,) or (N, d1, ...).
 
+    A probability below 2.2e-16 counts as 2.2e-16, so that one certain mistake costs 36 and not infinity.
+
     >>> round(negative_log_likelihood([[0.5, 0.5], [0.25, 0.75]], [0, 1]), 4)
     0.4904
     """
@@ -64,8 +68,7 @@ def negative_log_likelihood(p: ArrayLike, target: ArrayLike, *, ignore_index: in
     _check_probabilities(p, rows=True)
     if not len(target):
         return float("nan")
-    with np.errstate(divide="ignore"):  # a true class given probability 0 costs inf
-        return float(-np.log(p[np.arange(len(p)), target].astype(np.float64)).mean())
+    return float(-np.log(p[np.arange(len(p)), target].astype(np.float64).clip(P_MIN, 1)).mean())
 
 
 def expected_calibration_error(p: ArrayLike, target: ArrayLike, bins: int = 15, *, ignore_index: int = -100) -> float:
@@ -216,14 +219,15 @@ def multilabel_report(scores: ArrayLike, target: ArrayLike, threshold: float = 0
 def multilabel_negative_log_likelihood(p: ArrayLike, target: ArrayLike) -> Any:
     """Mean of -log p (label present) or -log(1 - p) (absent) of each label: (N, L), (N, L) 0/1 to (L,) float64.
 
+    Probabilities are clamped as in `negative_log_likelihood`.
+
     >>> multilabel_negative_log_likelihood([[0.5, 0.25], [0.5, 0.25]], [[1, 0], [0, 0]]).round(4)
     array([0.6931, 0.2877])
     """
     q, t = _multi(p, target, "p")
     _check_probabilities(q, rows=False)
-    q = q.astype(np.float64).clip(0, 1)
-    with np.errstate(divide="ignore"):  # certain and wrong costs inf
-        return _like(_column_means(-np.where(t, np.log(q), np.log1p(-q))), p)
+    q = q.astype(np.float64)
+    return _like(_column_means(-np.log(np.where(t, q, 1 - q).clip(P_MIN, 1))), p)
 
 
 def multilabel_expected_calibration_error(p: ArrayLike, target: ArrayLike, bins: int = 15) -> Any:

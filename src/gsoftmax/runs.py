@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import socket
@@ -212,6 +213,15 @@ def whole_file(path: Path, checked: bool = False) -> Iterator[Path]:
 def write_atomically(path: Path, text: str) -> None:
     with whole_file(path) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+def folder_name(head: str) -> str:
+    """A head's folder from how it was written.
+
+    >>> folder_name("gsoftmax(lam=4, gaussians=tracked)")
+    'gsoftmax-lam=4-gaussians=tracked'
+    """
+    return re.sub(r"-+", "-", re.sub(r"[^\w.=+-]+", "-", head)).strip("-")
 
 
 def first_line(error: BaseException) -> str:

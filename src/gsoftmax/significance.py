@@ -21,6 +21,7 @@ __all__ = [
     "all_class_correlation",
     "holm",
     "paired",
+    "paired_from_moments",
     "paper_correlations",
     "pearson",
     "power",
@@ -28,7 +29,10 @@ __all__ = [
     "t_cdf",
     "t_quantile",
     "t_two_sided",
+    "verdict",
 ]
+
+ALPHA = 0.05  # the level of every verdict
 
 ArrayLike = Any  # a torch tensor, a NumPy array, or a list of numbers
 
@@ -69,23 +73,33 @@ def paired(a: ArrayLike, b: ArrayLike, confidence: float = 0.95) -> Paired:
     """
     _check_fraction("confidence", confidence)
     a, b, dropped = _pairs(a, b, "a", "b")
+    d = b - a
+    n = len(d)
+    if n == 0:
+        return paired_from_moments(0, math.nan, math.nan, confidence, dropped)
+    if (d == d[0]).all():
+        return paired_from_moments(n, float(d[0]), 0.0, confidence, dropped)
+    return paired_from_moments(n, float(d.mean()), float(d.std(ddof=1)), confidence, dropped)
+
+
+def paired_from_moments(n: int, mean: float, sd: float, confidence: float = 0.95, dropped: int = 0) -> Paired:
+    """`paired` from the number, mean and standard deviation (dividing by n - 1) of the differences.
+
+    >>> paired_from_moments(4, 0.5, 0.408248).t.__round__(4)
+    2.4495
+    """
     nan = math.nan
-    n = len(a)
     if n == 0:
         return Paired(nan, nan, nan, nan, nan, 0, nan, dropped)
-    d = b - a
-    difference = float(d.mean())
     if n == 1:
-        return Paired(difference, nan, nan, nan, nan, 1, nan, dropped)
-    if (d == d[0]).all():
-        difference = float(d[0])
-        t = math.copysign(math.inf, difference) if difference else 0.0
-        return Paired(difference, difference, difference, t, 0.0 if difference else 1.0, n, 0.0, dropped)
-    sd = float(d.std(ddof=1))
+        return Paired(mean, nan, nan, nan, nan, 1, nan, dropped)
+    if sd == 0:
+        t = math.copysign(math.inf, mean) if mean else 0.0
+        return Paired(mean, mean, mean, t, 0.0 if mean else 1.0, n, 0.0, dropped)
     error = sd / math.sqrt(n)
-    t = difference / error
     half = t_quantile((1 + confidence) / 2, n - 1) * error
-    return Paired(difference, difference - half, difference + half, t, t_two_sided(t, n - 1), n, sd, dropped)
+    t = mean / error
+    return Paired(mean, mean - half, mean + half, t, t_two_sided(t, n - 1), n, sd, dropped)
 
 
 def holm(pvalues: ArrayLike) -> np.ndarray:
@@ -106,6 +120,17 @@ def holm(pvalues: ArrayLike) -> np.ndarray:
     adjusted = p.copy()
     adjusted[order] = np.minimum(np.maximum.accumulate(p[order] * np.arange(len(order), 0, -1)), 1.0)
     return adjusted
+
+
+def verdict(difference: float, p: float, smaller_is_better: bool) -> str:
+    """What a test says about the second of a pair, at the level `ALPHA`; p is the corrected one.
+
+    >>> verdict(-0.3, 0.01, smaller_is_better=True), verdict(0.1, 0.4, smaller_is_better=True)
+    ('better', 'no difference shown')
+    """
+    if not p < ALPHA:
+        return "no difference shown"
+    return "better" if (difference < 0) == smaller_is_better else "worse"
 
 
 def power(n: int, sd: float, effect: float, alpha: float = 0.05) -> float:

@@ -8,8 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .. import tables as table_room
+from ..analyze import analyze, compare_outputs
+from ..tables import Table
+from . import figures as figure_room
+from . import page
 from .data import Document, from_analysis, from_comparison, from_runs
-from .tables import Table, paper_tables
+from .tables import of_document, paper_tables, summary_by_seed
 
 __all__ = [
     "Document",
@@ -28,8 +33,6 @@ __all__ = [
 
 def write_page(summary: Mapping[str, Any], out: str | os.PathLike[str], title: str) -> Path:
     """Writes `out`/report.html for a comparison whose runs are in `out`, and returns its path."""
-    from . import page
-
     return page.write(from_comparison(summary, out, title), out)
 
 
@@ -37,8 +40,6 @@ def from_outputs(
     outputs: str | os.PathLike[str], against: str | os.PathLike[str] | None = None, title: str | None = None
 ) -> Document:
     """The document of a file of outputs (see `gsoftmax.outputs`), or of two on the same test set."""
-    from ..analyze import analyze, compare_outputs
-
     if against is None:
         return from_analysis(analyze(outputs), title=title)
     return from_analysis(*compare_outputs(outputs, against), title=title)
@@ -56,9 +57,7 @@ def write(
 
     name: the class that figures of one class show (the first, if not given).
     """
-    from . import figures as figure_room
     from . import page
-    from . import tables as table_room
 
     out = Path(out)
     for word, known, asked in (("tables", table_room.FORMATS, tables), ("figures", figure_room.FORMATS, figures)):
@@ -73,10 +72,10 @@ def write(
         chosen = doc["classes"].index(name)
     if figures:
         figure_room._matplotlib()  # said before anything is written
-    made = table_room.of_document(doc)
+    made = of_document(doc)
     paths = [page.write(doc, out)]
     if tables:
-        paths += table_room.write(made, out, tables, csv_tables=[table_room.summary_by_seed(doc), *made[1:]])
+        paths += table_room.write(made, out, tables, csv_tables=[summary_by_seed(doc), *made[1:]])
     if figures:
         paths += figure_room.write(doc, out / "figures", figures, c=chosen)
     return paths
@@ -86,8 +85,6 @@ def write_paper_tables(
     runs: str | os.PathLike[str], out: str | os.PathLike[str], formats: Sequence[str]
 ) -> tuple[list[Table], list[Path]]:
     """The paper's tables beside the runs of `gsoftmax reproduce`, written into `out`."""
-    from . import tables as table_room
-
     if not Path(runs).is_dir():
         raise ValueError(f"the folder of the runs must be one that `gsoftmax reproduce` wrote, and {runs} is none")
     made = paper_tables(runs)
@@ -96,11 +93,9 @@ def write_paper_tables(
 
 def terminal(doc: Document, most: int = 60) -> str:
     """The verdicts, the notes and the tables for a terminal; of a long table the first rows."""
-    from . import tables as table_room
-
     parts = [textwrap.fill(table_room.plain(v), 100, subsequent_indent="  ") for v in doc["verdicts"]]
     parts += [textwrap.fill(f"note: {table_room.plain(n)}", 100, subsequent_indent="  ") for n in doc["notes"]]
-    for table in table_room.of_document(doc):
+    for table in of_document(doc):
         if len(table.rows) > most:
             note = f"... and {len(table.rows) - most:,} rows more, in the CSV"
             table = Table(table.title, table.header, table.rows[:most], note)

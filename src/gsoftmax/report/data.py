@@ -30,12 +30,13 @@ from typing import Any
 
 import numpy as np
 
-from .. import geometry, significance
+from .. import geometry, measures, significance
 from ..analyze import Analysis, ClassGaussians, Comparison, analyze, class_gaussians
-from ..compare import MULTI, PERCENT, SINGLE, SMALLER_IS_BETTER, folder_name, p_value, summary_of, verdicts
 from ..config import Config
-from ..runs import environment, read_config, read_result, read_rows
-from .tables import plain, signed
+from ..outputs import open_outputs
+from ..runs import environment, folder_name, read_config, read_result, read_rows
+from ..summary import correct, summary_of, verdicts
+from ..tables import p_value, plain, signed
 
 Document = dict[str, Any]
 
@@ -103,7 +104,7 @@ def _read_summary(path: Path) -> dict[str, Any]:
             raise ValueError("heads must be names and seeds whole numbers")
         if any(folder_name(h) in ("", ".", "..") for h in heads):
             raise ValueError("a head's name leads out of the folder")
-        for metric in MULTI if summary["multilabel"] else SINGLE:
+        for metric in measures.MULTI if summary["multilabel"] else measures.SINGLE:
             for head in heads:
                 row = metrics[metric][head]
                 if len(row["values"]) != len(seeds) or not all(map(_is_number, [row["mean"], *row["values"]])):
@@ -112,6 +113,7 @@ def _read_summary(path: Path) -> dict[str, Any]:
                     paired = row["paired"]
                     if not all(_is_number(paired[k]) for k in ("difference", "low", "high", "t", "p", "n")):
                         raise ValueError(f"the paired test of {metric} must be numbers")
+        correct([row["paired"] for rows in metrics.values() for row in rows.values() if "paired" in row])
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -121,7 +123,7 @@ def _read_summary(path: Path) -> dict[str, Any]:
 
 
 def _check_result(result: Mapping[str, Any], path: Path) -> None:
-    lacking = [m for m in (*(MULTI if "mAP" in result else SINGLE), "seconds") if not _is_number(result.get(m))]
+    lacking = [m for m in (*measures.ordered(result), "seconds") if not _is_number(result.get(m))]
     if lacking:
         raise ValueError(f"the last line of {path} must have a number for {lacking[0]!r}, and has none")
 
@@ -166,14 +168,13 @@ def _from_runs(summary: Mapping[str, Any], runs: Mapping[tuple[str, int], Path],
         for head in heads[1:]
         if (heads[0], seeds[0]) in found and (head, seeds[0]) in found
     }
+    correct([test for tests in doc["over_classes"].values() for test in tests.values()])
     doc["correlations"] = _correlations(found)
     _add_origin(doc, list(ready.values()))
     return doc
 
 
 def _classes_in(run: Path) -> int:
-    from ..outputs import open_outputs
-
     return open_outputs(run).num_classes
 
 
@@ -243,11 +244,11 @@ def from_analysis(
     both = [first] if second is None else [first, second]
     heads = [a.name for a in both]
     doc = _blank(title or " against ".join(reversed(heads)), "analyze", heads, [0], first.multilabel)
-    order = MULTI if first.multilabel else SINGLE
+    order = measures.MULTI if first.multilabel else measures.SINGLE
     averages = {a.name: {**a.metrics, **a.geometry.average()} for a in both}
     extra = [k for k in first.metrics if k not in order]
     for metric in (*order, *extra):
-        scale = 100.0 if metric in (*PERCENT, "error_x", "mAP_voc12", "C_P", "C_R", "O_P", "O_R", "hamming") else 1.0
+        scale = measures.find(metric).scale
         values = {h: scale * averages[h][metric] for h in heads if metric in averages[h]}
         doc["metrics"][metric] = _json({h: {"values": [v], "mean": v, "sd": None} for h, v in values.items()})
     for a in both:
@@ -257,6 +258,8 @@ def from_analysis(
         assert second is not None
         doc["over_classes"] = {second.name: _json(comparison.classes)}
         doc["over_images"] = _json({"paired": comparison.images, "mcnemar": comparison.mcnemar})
+        correct(list(doc["over_classes"][second.name].values()))
+        correct(list(doc["over_images"]["paired"].values()))
         doc["verdicts"] = [_against(first, second, comparison)]
     else:
         doc["verdicts"] = [_alone(first)]
@@ -323,7 +326,7 @@ def _blank(title: str, kind: str, heads: Sequence[str], seeds: Sequence[int], mu
         "splits": ["test"],
         "measures": [*geometry.MEASURES, "AP" if multilabel else "accuracy"],
         "metrics": {},
-        "smaller_is_better": list(SMALLER_IS_BETTER),
+        "smaller_is_better": [m.key for m in measures.MEASURES.values() if m.smaller_is_better],
         "geometry": [],
         "points": [],
         "calibration": [],

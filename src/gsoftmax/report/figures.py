@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from .. import measures
+from ..runs import whole_file
 from .colours import GREY, colours
-from .tables import metric_name
 
 FORMATS = ("svg", "png", "pdf")
 PAPER = ("compactness", "separability", "ratio")
@@ -38,8 +39,6 @@ def write(
     unknown = sorted(set(formats) - set(FORMATS))
     if unknown:
         raise ValueError(f"figures must be of {', '.join(FORMATS)}, got {unknown[0]!r}")
-    from ..runs import whole_file
-
     out.mkdir(parents=True, exist_ok=True)
     metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}
     paths = []
@@ -219,7 +218,7 @@ def curves(doc: Mapping[str, Any]) -> Any:
                 axis.plot(*zip(*points, strict=True), color=paint[run["head"]], lw=1, alpha=0.8, label=label)
         if all(v is None or v > 0 for run in doc["curves"] for v in run.get(key, [])):
             axis.set_yscale("log")
-        axis.set(xlabel="epoch", title={"lr": "learning rate"}.get(key, metric_name(key).removesuffix(" %")))
+        axis.set(xlabel="epoch", title={"lr": "learning rate"}.get(key, measures.find(key).label))
     axes[0].legend(fontsize=8)
     return figure
 
@@ -242,7 +241,7 @@ def seeds(doc: Mapping[str, Any]) -> Any:
                 axis.errorbar(k + 0.12, row["mean"], half, fmt=marker, color=paint[head], ms=5, lw=1.8)
         names = [_short(h, 12) for h in doc["heads"]]
         axis.set_xticks(range(len(names)), names, rotation=30, ha="right")
-        axis.set(title=metric_name(metric), xlim=(-0.6, len(names) - 0.4))
+        axis.set(title=measures.find(metric).title, xlim=(-0.6, len(names) - 0.4))
         axis.grid(axis="x", visible=False)
     return figure
 

@@ -14,8 +14,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ..compare import SMALLER_IS_BETTER
+from .. import measures
 from ..runs import write_atomically
+from ..significance import ALPHA
+from ..summary import PAIRED, differences, means
+from ..tables import Shown, Table
 from . import specs, tables
 from .colours import colours
 from .data import Document
@@ -49,19 +52,19 @@ def render(doc: Document) -> str:
     """The page as text."""
     small = trim(doc)
     paint = colours(doc["heads"])
-    made = [_shorter(table) for table in tables.of_document(small)]
+    rest = [*tables.over_classes(small), tables.correlations(small), tables.classes(small)]
     return _fill(
         "report.html",
         doc=small,
         word="head" if doc["kind"] == "compare" else "model",
         colours=paint,
-        smaller=[tables.metric_name(m).removesuffix(" %") for m in SMALLER_IS_BETTER if m in doc["metrics"]],
+        smaller=[measures.find(m).label for m in doc["metrics"] if measures.find(m).smaller_is_better],
         tables={
-            "summary": tables.summary(small),
-            "differences": [*tables.differences(small), *filter(None, [tables.over_images(small)])],
-            "rest": [t for t in made if t.title == "Every class" or "over classes" in t.title or "Correl" in t.title],
+            "summary": means(small),
+            "differences": [*differences(small), *filter(None, [tables.over_images(small)])],
+            "rest": [_shorter(table) for table in rest if table is not None and table.rows],
         },
-        name_of=tables.metric_name,
+        name_of=lambda key: measures.find(key).title,
         sure=_sure,
         has_learned=any("learned" in g for g in doc["geometry"]),
         curve_keys=list(dict.fromkeys(k for c in doc["curves"] for k in c if k not in ("head", "seed", "epoch"))),
@@ -122,19 +125,19 @@ def _some_points(run: Mapping[str, Any], place: Mapping[int, int]) -> dict[str, 
     return {**run, **new}
 
 
-def _shorter(table: tables.Table) -> tables.Table:
+def _shorter(table: Table) -> Table:
     if len(table.rows) <= _MOST_TABLE_ROWS:
         return table
     note = f"The first {_MOST_TABLE_ROWS} of {len(table.rows):,} rows; tables written beside the page have all."
-    return tables.Table(table.title, table.header, table.rows[:_MOST_TABLE_ROWS], note)
+    return Table(table.title, table.header, table.rows[:_MOST_TABLE_ROWS], note)
 
 
-def _sure(table: tables.Table, row: int) -> bool:
-    """Whether a row of differences is significant: its p is at most 0.05."""
-    if "95 % from" not in table.header:
+def _sure(table: Table, row: int) -> bool:
+    """Whether a row of differences is significant after correction."""
+    if table.header[1:] != PAIRED:
         return False
-    p = table.rows[row][table.header.index("p")]
-    return isinstance(p, tables.Shown) and p.value <= 0.05
+    p = table.rows[row][1 + PAIRED.index("p, Holm")]
+    return isinstance(p, Shown) and p.value < ALPHA
 
 
 def _fill(template: str, **values: Any) -> str:

@@ -1,0 +1,97 @@
+"""Name, unit, direction and order of every number that a run or an analysis reports.
+
+Results hold fractions; tables and figures show percent where `percent` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+__all__ = ["MEASURES", "MULTI", "SINGLE", "Measure", "find", "headline", "ordered"]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How a number is shown and read."""
+
+    key: str  # as in metrics.jsonl
+    label: str  # as in tables and figures, without the unit
+    percent: bool = False  # a fraction that is shown as percent
+    smaller_is_better: bool = False
+
+    @property
+    def scale(self) -> float:
+        return 100.0 if self.percent else 1.0
+
+    @property
+    def title(self) -> str:
+        """Label and unit."""
+        return f"{self.label} %" if self.percent else self.label
+
+
+MEASURES = {
+    m.key: m
+    for m in (
+        Measure("error", "error", percent=True, smaller_is_better=True),
+        Measure("error_x", "error of x", percent=True, smaller_is_better=True),
+        Measure("mAP", "mAP", percent=True),
+        Measure("mAP_voc12", "mAP (VOC 2012)", percent=True),
+        Measure("C_P", "C-P", percent=True),
+        Measure("C_R", "C-R", percent=True),
+        Measure("C_F1_mean", "C-F1", percent=True),
+        Measure("O_P", "O-P", percent=True),
+        Measure("O_R", "O-R", percent=True),
+        Measure("O_F1", "O-F1", percent=True),
+        Measure("hamming", "labels wrong", percent=True, smaller_is_better=True),
+        Measure("compactness", "compactness"),
+        Measure("separability", "separability"),
+        Measure("ratio", "ratio"),
+        Measure("relative_sigma", "relative σ", smaller_is_better=True),
+        Measure("dprime", "d′"),
+        Measure("nll", "NLL", smaller_is_better=True),
+        Measure("ece", "ECE", percent=True, smaller_is_better=True),
+        Measure("accuracy", "accuracy"),
+        Measure("AP", "AP"),
+    )
+}
+
+# What a comparison tests, in this order.
+_GEOMETRY_AND_CALIBRATION = ("compactness", "separability", "ratio", "relative_sigma", "dprime", "nll", "ece")
+SINGLE = ("error", *_GEOMETRY_AND_CALIBRATION)
+MULTI = ("mAP", "C_F1_mean", "O_F1", *_GEOMETRY_AND_CALIBRATION)
+
+
+def find(key: str) -> Measure:
+    """The measure of a key of a result; a key that is not known stands for itself.
+
+    >>> find("dprime").title, find("ood_probability digits").title, find("loss").title
+    ('d′', 'AUROC %, probability, digits', 'loss')
+    """
+    if key.startswith("ood_"):
+        score, _, outside = key.removeprefix("ood_").partition(" ")
+        return _Detection(key, f"{score.replace('_', ' ')}, {outside}", percent=True)
+    return MEASURES.get(key) or Measure(key, key)
+
+
+class _Detection(Measure):
+    """AUROC of telling other data apart by one score."""
+
+    @property
+    def title(self) -> str:
+        return f"AUROC %, {self.label}"
+
+
+def ordered(keys: Iterable[str]) -> tuple[str, ...]:
+    """The measures that a comparison of such results tests: those of one label or of several, then detection.
+
+    >>> ordered(["seconds", "error", "ood_energy digits", "nll"])[-2:]
+    ('ece', 'ood_energy digits')
+    """
+    keys = list(keys)
+    return (*(MULTI if "mAP" in keys else SINGLE), *(k for k in keys if k.startswith("ood_")))
+
+
+def headline(multilabel: bool) -> Measure:
+    """The measure that a verdict is about."""
+    return MEASURES["mAP" if multilabel else "error"]

@@ -1,0 +1,247 @@
+"""One small type of table for terminal, Markdown, LaTeX and CSV, and how its numbers are written."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .runs import write_atomically
+
+__all__ = [
+    "FORMATS",
+    "Cell",
+    "Shown",
+    "Table",
+    "p_value",
+    "plain",
+    "plus_minus",
+    "show",
+    "signed",
+    "write",
+]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A number with the text it is shown as; CSV gets the number."""
+
+    text: str
+    value: float
+
+
+Cell = str | float | int | Shown | None
+
+FORMATS = ("md", "tex", "csv", "txt")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A title, a header, rows of cells (text, numbers, None for nothing) and a line below.
+
+    >>> print(Table("Errors", ("head", "error %"), (("softmax", 9.93), ("gsoftmax", None))).text())
+    Errors
+    <BLANKLINE>
+    head      error %
+    softmax     9.930
+    gsoftmax        –
+    """
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    note: str = ""
+
+    def cells(self) -> list[list[str]]:
+        """All rows as text, numbers rounded for reading."""
+        return [[show(cell) for cell in row] for row in self.rows]
+
+    def text(self) -> str:
+        """For a terminal."""
+        grid = [[plain(cell) for cell in row] for row in [list(self.header), *self.cells()]]
+        widths = [max(map(_width, column)) for column in zip(*grid, strict=True)]
+        lines = []
+        for row in grid:
+            padded = [
+                cell + " " * (w - _width(cell)) if k == 0 else " " * (w - _width(cell)) + cell
+                for k, (cell, w) in enumerate(zip(row, widths, strict=True))
+            ]
+            lines.append("  ".join(padded).rstrip())
+        return "\n".join([plain(self.title), "", *lines, *(["", plain(self.note)] if self.note else [])])
+
+    def markdown(self) -> str:
+        def line(cells: Sequence[str]) -> str:
+            return "| " + " | ".join(_markdown(cell) for cell in cells) + " |"
+
+        rule = "|" + "|".join("---" if k == 0 else "---:" for k in range(len(self.header))) + "|"
+        body = [line(self.header), rule, *map(line, self.cells())]
+        note = ["", _markdown(self.note)] if self.note else []
+        return "\n".join([f"### {_markdown(self.title)}", "", *body, *note])
+
+    def latex(self) -> str:
+        """A `table` with booktabs rules."""
+
+        def line(cells: Sequence[str]) -> str:
+            return " & ".join(_latex(cell) for cell in cells) + r" \\"
+
+        caption = _latex(self.title + (f". {self.note}" if self.note else ""))
+        return "\n".join(
+            [
+                r"\begin{table}[t]",
+                r"\centering",
+                rf"\caption{{{caption}}}",
+                rf"\begin{{tabular}}{{l{'r' * (len(self.header) - 1)}}}",
+                r"\toprule",
+                line(self.header),
+                r"\midrule",
+                *map(line, self.cells()),
+                r"\bottomrule",
+                r"\end{tabular}",
+                r"\end{table}",
+            ]
+        )
+
+    def csv(self) -> str:
+        """All digits; a text that a spreadsheet would run as a formula gets an apostrophe in front."""
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow([_csv(cell) for cell in self.header])
+        writer.writerows([_csv(cell) for cell in row] for row in self.rows)
+        return out.getvalue()
+
+
+def write(
+    tables: Sequence[Table], out: Path, formats: Sequence[str], *, csv_tables: Sequence[Table] = ()
+) -> list[Path]:
+    """All tables in one file of each format; CSV, with one table a file, in a folder (`csv_tables`, if given)."""
+    unknown = sorted(set(formats) - set(FORMATS))
+    if unknown:
+        raise ValueError(f"tables must be of {', '.join(FORMATS)}, got {unknown[0]!r}")
+    ways = {"md": Table.markdown, "tex": Table.latex, "txt": Table.text}
+    out.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for kind in (k for k in FORMATS if k in formats):
+        if kind == "csv":
+            folder = out / "tables"
+            folder.mkdir(parents=True, exist_ok=True)
+            for table in csv_tables or tables:
+                slug = re.sub(r"[^a-z0-9]+", "-", table.title.lower()).strip("-")[:60] or "table"
+                path = folder / f"{slug}.csv"
+                write_atomically(path, table.csv())
+                paths.append(path)
+        else:
+            path = out / f"tables.{kind}"
+            write_atomically(path, "\n\n".join(ways[kind](table) for table in tables) + "\n")
+            paths.append(path)
+    return paths
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cells
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def show(cell: Cell) -> str:
+    """A cell for reading.
+
+    >>> show(0.123456), show(12.3456), show(None), show("text"), show(7)
+    ('0.1235', '12.35', '–', 'text', '7')
+    """
+    if isinstance(cell, Shown):
+        return cell.text
+    if cell is None or (isinstance(cell, float) and math.isnan(cell)):
+        return "–"
+    if isinstance(cell, bool) or not isinstance(cell, float):
+        return f"{cell:,}" if isinstance(cell, int) else str(cell)
+    return f"{cell:.{_digits(cell)}f}" if math.isfinite(cell) and (abs(cell) >= 1e-4 or cell == 0) else f"{cell:.3g}"
+
+
+def signed(value: float | None) -> str | None:
+    """
+    >>> signed(0.5), signed(-12.0)
+    ('+0.5000', '-12.00')
+    """
+    if value is None or not math.isfinite(value):
+        return None
+    value = 0.0 if abs(value) < 1e-12 else value  # what rounding left of nothing
+    return f"{value:+.{_digits(value)}f}" if abs(value) >= 1e-4 or value == 0 else f"{value:+.2g}"
+
+
+def p_value(p: float) -> str:
+    """
+    >>> p_value(0.0321), p_value(3e-9)
+    ('0.032', '< 1e-6')
+    """
+    if math.isnan(p):
+        return "n/a"
+    return "< 1e-6" if p < 1e-6 else f"{p:.2g}"
+
+
+def plus_minus(mean: float | None, sd: float | None) -> str:
+    if mean is None or not math.isfinite(mean):
+        return "–" if mean is None or math.isnan(mean) else "∞"
+    return f"{mean:.{_digits(mean)}f}" + ("" if sd is None else f" ± {sd:.{_digits(mean)}f}")
+
+
+def _digits(value: float) -> int:
+    return 2 if abs(value) >= 10 else 3 if abs(value) >= 1 else 4
+
+
+_DIRECTIONS = frozenset("\u200e\u200f\u061c\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+def plain(text: str) -> str:
+    """Text that cannot steer a terminal: control characters, line separators and changes of direction become �."""
+    return "".join("�" if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") or c in _DIRECTIONS else c for c in text)
+
+
+def _width(text: str) -> int:
+    """Columns of a terminal."""
+    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
+    return len(text) + wide - sum(unicodedata.combining(c) > 0 for c in text)
+
+
+def _markdown(text: str) -> str:
+    text = plain(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_|\[\]~])", r"\\\1", text)
+
+
+_LATEX = {c: "\\" + c for c in "&%$#_{}"} | {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "±": r"$\pm$",
+    "σ": r"$\sigma$",
+    "μ": r"$\mu$",
+    "λ": r"$\lambda$",
+    "′": "'",
+    "–": "--",
+    "∞": r"$\infty$",
+    "−": r"$-$",
+}
+
+
+def _latex(text: str) -> str:
+    return "".join(_LATEX.get(c, c) for c in plain(text))
+
+
+def _csv(cell: Cell) -> Cell:
+    if cell is None:
+        return ""
+    if isinstance(cell, Shown):
+        return repr(cell.value)
+    if not isinstance(cell, str):
+        return repr(cell) if isinstance(cell, float) else cell
+    text = plain(cell)
+    return (
+        f"'{text}"
+        if text.startswith(("=", "+", "-", "@")) and not re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?", text)
+        else text
+    )
