@@ -340,3 +340,13 @@ def check_that_it_shows_what_the_code_says(site: Path) -> None:
     assert all(name in text["reproduce"] for name in ("wrn-cifar100-gsoftmax", "tiny-imagenet", "17.41"))
     assert 'id="gsoftmax.functional.gsoftmax_cross_entropy"' in text["functional"]
     assert "GSoftmaxLoss" in text["examples"]
+
+
+def test_the_map_has_every_module_once():
+    rooms = (DOCS / "architecture.md").read_text("utf-8").split("## Rooms")[1].split("\n## ")[0]
+    columns = [line.split("|")[2] for line in rooms.splitlines() if line.startswith("| ")][1:]
+    named = [name for column in columns for name in re.findall(r"`([\w.]+)`", column)]
+    package = ROOT / "src" / "gsoftmax"
+    paths = [path.relative_to(package).with_suffix("").parts for path in package.rglob("*.py")]
+    modules = [".".join(parts).removesuffix(".__init__") for parts in paths]
+    assert sorted(named) == sorted({*modules} - {"__init__", "_version"})

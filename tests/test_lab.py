@@ -17,11 +17,13 @@ import torch
 from processes import one_thread  # noqa: F401
 from safetensors.torch import load_file
 
-from gsoftmax import backbones, compare, runs, train
+from gsoftmax import backbones, compare, measures, runs, train
 from gsoftmax.cli import main
 from gsoftmax.config import Config
 from gsoftmax.heads import HEADS
 from gsoftmax.recipes import find, recipes
+from gsoftmax.significance import holm
+from gsoftmax.summary import differences, means, verdicts
 
 QUICK = Config(epochs=3, train_fraction=0.3, batch_size=64, threads=1, device="cpu")
 
@@ -234,8 +236,11 @@ def test_compare_pairs_seeds_and_agrees_with_scipy(tmp_path):
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "out").rglob("*.safetensors")} == before
     with pytest.raises(ValueError, match="holds a run with another epochs"):
         compare.compare(QUICK.override({"epochs": 1}), heads, 3, tmp_path / "out")
-    text = compare.tables(summary)
-    assert "error %" in text and "difference from softmax" in text and len(compare.verdicts(summary)) == 1
+    (table,) = differences(summary)
+    assert table.title == "gsoftmax(lam=2, sigma=2) minus softmax, paired by seed" and len(verdicts(summary)) == 1
+    corrected = holm([rows[heads[1]]["paired"]["p"] for rows in summary["metrics"].values()])
+    assert [rows[heads[1]]["paired"]["p_holm"] for rows in summary["metrics"].values()] == pytest.approx(corrected)
+    assert table.note == f"p, Holm: corrected for the {len(measures.SINGLE)} tests of this comparison."
 
 
 def test_a_comparison_with_a_staircase_is_picked_up(tmp_path):
@@ -260,7 +265,7 @@ def test_multilabel_comparison_in_every_form(form, tmp_path):
     config = Config(data="digits-mosaic", epochs=2, train_fraction=0.3, threads=1, pool="max", device="cpu")
     config = config.override({"head_options": {"form": form}})
     summary = compare.compare(config, ["softmax", "gsoftmax"], 2, tmp_path / "out", jobs=1)
-    assert set(summary["metrics"]) == set(compare.MULTI)
+    assert set(summary["metrics"]) == set(measures.MULTI)
     for rows in summary["metrics"].values():
         assert all(np.isfinite(v).all() for v in (rows[h]["values"] for h in ("softmax", "gsoftmax")))
 
@@ -399,7 +404,7 @@ def test_outside_data_are_told_apart_and_the_table_says_how_well(tmp_path):
     found = summary["metrics"]["ood_probability digits-mosaic"]
     assert all(80 < v <= 100 for h in found.values() for v in h["values"])
     assert "ood_learned digits-mosaic" not in summary["metrics"]  # softmax has learned no Gaussians
-    assert "AUROC %, probability, digits-mosaic" in compare.tables(summary)
+    assert "AUROC %, probability, digits-mosaic" in means(summary).text()
     run = tmp_path / "gsoftmax" / "seed-1"
     outputs, result = load_file(run / "outputs.safetensors"), runs.read_result(run)
     assert "ood_learned digits-mosaic" in result and len(outputs["x"]) == 500

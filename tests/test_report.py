@@ -17,11 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from scipy.special import expit, softmax
 
-from gsoftmax import compare, evaluation, geometry, report, runs
+from gsoftmax import evaluation, geometry, report, runs
 from gsoftmax.config import Config, parse_head
 from gsoftmax.functional import gsoftmax
 from gsoftmax.report import figures, page, pictures, tables
 from gsoftmax.report.colours import colours
+from gsoftmax.summary import summarise
 from gsoftmax.tables import Table
 
 ROOT = Path(__file__).parents[1]
@@ -76,8 +77,8 @@ def fake_comparison(out, *, heads=HEADS, seeds=3, title="evil & co", **options):
     """A finished comparison with its page."""
     for head in heads:
         for seed in range(seeds):
-            fake_run(out / compare.folder_name(head) / f"seed-{seed}", head, seed, **options)
-    summary = compare.summarise(out, heads, range(seeds))
+            fake_run(out / runs.folder_name(head) / f"seed-{seed}", head, seed, **options)
+    summary = summarise(out, heads, range(seeds))
     return report.write_page(summary, out, title)
 
 

@@ -10,8 +10,10 @@ Two sources of Gaussians, the same numbers from both:
 In the paper's words, for class c:
 
     compactness_c  = 1 / sigma_c
-    separability_c = 1/(2(m-1)) sum_(j != c) [ KL(N_c || N_j) + KL(N_j || N_c) ]
-    ratio_c        = separability_c / sigma_c
+    separability_c = 1/(2(m-1)) sum_(j != c) [ KL(N_c || N_j) + KL(N_j || N_c) ]        (19), KL as in (18)
+    ratio_c        = separability_c / sigma_c                                           (20)
+
+Numbers in parentheses are the paper's equations.
 
 Compactness and ratio change when x is merely rescaled, so a model can "improve" both by shrinking its outputs. Two
 scale-free companions stand beside them: `relative_sigma` (sigma over the distance to the nearest impostor, smaller is
@@ -61,7 +63,7 @@ MEASURES = ("compactness", "separability", "ratio", "relative_sigma", "dprime")
 
 
 def kl_divergence(mu1: ArrayLike, sigma1: ArrayLike, mu2: ArrayLike, sigma2: ArrayLike) -> Any:
-    """Kullback-Leibler divergence KL(N_1 || N_2) of two Gaussians, element by element (broadcasting).
+    """Kullback-Leibler divergence KL(N_1 || N_2) of two Gaussians (18), element by element (broadcasting).
 
     KL = log(sigma2/sigma1) + (sigma1^2 + (mu1 - mu2)^2) / (2 sigma2^2) - 1/2
 
@@ -98,7 +100,7 @@ def compactness(sigma: ArrayLike) -> Any:
 
 
 def separability(mu: ArrayLike, sigma: ArrayLike) -> Any:
-    """Separability of each of m Gaussians from the other m - 1, in O(m).
+    """Separability of each of m Gaussians from the other m - 1 (19), in O(m).
 
     d_i = 1/(2(m-1)) sum_(j != i) [ KL(N_i || N_j) + KL(N_j || N_i) ]
 
@@ -114,7 +116,7 @@ def separability(mu: ArrayLike, sigma: ArrayLike) -> Any:
 
 
 def ratio(mu: ArrayLike, sigma: ArrayLike) -> Any:
-    """Separability-sigma ratio of each class, separability/sigma: (m,), (m,) to (m,).
+    """Separability-sigma ratio of each class (20), separability/sigma: (m,), (m,) to (m,).
 
     >>> ratio([0.0, 2.0], [0.5, 0.5])
     array([16., 16.])

@@ -13,7 +13,7 @@ from .gaussians import GaussianLogits, param_groups
 
 
 class GSoftmaxLoss(nn.Module):
-    """G-softmax cross entropy where `nn.CrossEntropyLoss` stood; at lam = 0 it is that loss, bit for bit.
+    """Drop-in replacement for `nn.CrossEntropyLoss` with the G-softmax term; at lam = 0 it is that loss, bit for bit.
 
     Its Gaussians are parameters: hand them to the optimiser too, for instance by `param_groups`.  Predict with `logits`
     or `predict_proba`, which add the distribution term.  Options of the Gaussians (lam, mu, sigma, gaussians, momentum,
