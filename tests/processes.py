@@ -6,6 +6,7 @@ lack.  What they run must be importable, as for multiprocessing in general.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib
 import multiprocessing
@@ -160,7 +161,8 @@ class Program:
     def wait(self) -> subprocess.CompletedProcess[str]:
         """Its status and what it printed, once it has ended."""
         self.process.join(PATIENCE)
-        self.process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # what it has started and left behind goes as well
         self.process.join()
         out, err = ((self.printed / name).read_text() for name in ("out", "err"))
         return subprocess.CompletedProcess(self.args, self.process.exitcode, out, err)
