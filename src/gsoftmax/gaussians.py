@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import functional
+from . import checks, equations
 
 GAUSSIANS = ("learned", "fixed", "tracked")
 
@@ -95,7 +95,7 @@ class GaussianLogits(nn.Module):
 
     @lam.setter
     def lam(self, lam: float) -> None:
-        self._lam = functional._check_lam(lam)
+        self._lam = checks.check_lam(lam)
 
     @property
     def sigma(self) -> Tensor:
@@ -156,7 +156,7 @@ class GaussianLogits(nn.Module):
         """
         if self.gaussians != "tracked" or not self.training:
             return
-        mu, sigma = self.mu.to(functional._compute_dtype(self.mu)), self.sigma
+        mu, sigma = self.mu.to(checks.compute_dtype(self.mu)), self.sigma
         d = _rows(x, self.num_classes).to(mu.dtype) - mu  # (rows, classes)
         if keep is None:
             n, s1, s2 = d.new_full((1,), d.shape[0]), d.sum(dim=0), (d * d).sum(dim=0)
@@ -198,16 +198,16 @@ class GaussianLogits(nn.Module):
             indices = None if target is None or target.is_floating_point() else target
             after = self._track_in_one_launch(x, indices, ignore_index)
             if after is not None:
-                return functional._gaussians(x, *after, self.lam)
+                return checks.as_gaussians(x, *after, self.lam)
             self.track(x.detach(), None if indices is None else indices.ne(ignore_index))
-        mu, sigma = functional._gaussians(x, self.mu, self.sigma, self.lam)
+        mu, sigma = checks.as_gaussians(x, self.mu, self.sigma, self.lam)
         # a later step writes over the buffer, which a pending backward pass may still need
         return (mu.clone() if self.gaussians == "tracked" else mu), sigma
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, classes, ...) -> the same
-        functional._check_outputs(x)
+        checks.check_outputs(x)
         mu, sigma = self.current(x)
-        return functional._logits(x, mu, sigma, self.lam)
+        return equations.logits(x, mu, sigma, self.lam)
 
     def param_groups(self, *, lr: float, weight_decay: float = 0.0) -> list[dict[str, Any]]:
         """See `gsoftmax.param_groups`."""
@@ -277,7 +277,7 @@ def _per_class(name: str, value: float | Sequence[float] | Tensor, classes: int)
 
 def _rows(x: Tensor, classes: int) -> Tensor:
     """x as (rows, classes)."""
-    dim = functional._class_dim(x)
+    dim = checks.class_dim(x)
     if x.shape[dim] != classes:
         raise ValueError(f"x must have {classes} classes in dimension {dim}, got shape {tuple(x.shape)}")
     return x.movedim(dim, -1).reshape(-1, classes)

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import catalog, functional
+from . import catalog, checks, functional
 from .gaussians import GaussianLogits, param_groups
 from .kernels import IMPLS
-from .losses import _check_choice, by_sign, split_outputs, spread_over_outputs
+from .losses import by_sign, split_outputs, spread_over_outputs
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -57,10 +57,10 @@ class SoftmaxHead(nn.Module):
     ) -> None:
         super().__init__()
         if form is not None:
-            _check_choice("form", form, functional.MULTILABEL_FORMS)
+            checks.check_choice("form", form, checks.MULTILABEL_FORMS)
         if not isinstance(bias, bool):
             raise ValueError(f"bias must be True or False, got {bias!r}")
-        _check_choice("impl", impl, IMPLS)
+        checks.check_choice("impl", impl, IMPLS)
         self.in_features = in_features
         self.num_classes = num_classes
         self.form = form
@@ -222,7 +222,7 @@ class GSoftmaxHead(SoftmaxHead):
         g = self.gaussians
         if g.gaussians == "tracked" and self.training:
             # the step needs x itself, so the logits exist anyway
-            flat, rows, shape = functional._flatten_linear(h, self.weight, target, self.bias)
+            flat, rows, shape = checks.flatten_linear(h, self.weight, target, self.bias)
             x = F.linear(flat, self.weight, self.bias)
             mu, sigma = g.current(x, rows, options.get("ignore_index", -100))
             weight = options.pop("class_weight", None)
@@ -331,7 +331,7 @@ class LSoftmaxHead(SoftmaxHead):
     def forward(self, h: Tensor, target: Tensor | None = None, *, ignore_index: int = -100) -> Tensor:
         if target is None or not self.training:
             return self.features(h)
-        flat, rows, shape = functional._flatten_linear(h, self.weight, target, None)
+        flat, rows, shape = checks.flatten_linear(h, self.weight, target, None)
         z = functional.large_margin_logits(
             flat, self.weight, rows, self.margin, self._anneal(), ignore_index=ignore_index
         )

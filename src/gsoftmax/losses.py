@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import functional
+from . import checks, equations, functional, kernels
 from .gaussians import GaussianLogits, param_groups
 
 
@@ -50,7 +50,7 @@ class GSoftmaxLoss(nn.Module):
         self.gaussians = GaussianLogits(
             num_classes, lam=lam, mu=mu, sigma=sigma, gaussians=gaussians, **gaussian_options
         )
-        _check_choice("reduction", reduction, functional.REDUCTIONS)
+        checks.check_choice("reduction", reduction, checks.REDUCTIONS)
         self.register_buffer("weight", weight)
         self.ignore_index = ignore_index
         self.reduction = reduction
@@ -58,10 +58,10 @@ class GSoftmaxLoss(nn.Module):
         self.impl = impl
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        functional._check_cross_entropy(x, target, self.weight, self.ignore_index, self.reduction, self.label_smoothing)
+        checks.check_cross_entropy(x, target, self.weight, self.ignore_index, self.reduction, self.label_smoothing)
         g = self.gaussians
         mu, sigma = g.current(x, target, self.ignore_index)
-        return functional._cross_entropy(
+        return kernels.cross_entropy(
             x, target, mu, sigma, g.lam, self.weight, self.ignore_index, self.reduction, self.label_smoothing, self.impl
         )
 
@@ -71,7 +71,7 @@ class GSoftmaxLoss(nn.Module):
 
     def predict_proba(self, x: Tensor) -> Tensor:
         """p = softmax(z), of x's shape."""
-        return torch.softmax(self.logits(x), functional._class_dim(x))
+        return torch.softmax(self.logits(x), checks.class_dim(x))
 
     @property
     def lam(self) -> float:
@@ -138,8 +138,8 @@ class MultiLabelGSoftmaxLoss(nn.Module):
         **gaussian_options: Any,
     ) -> None:
         super().__init__()
-        _check_choice("form", form, functional.MULTILABEL_FORMS)
-        _check_choice("reduction", reduction, functional.MULTILABEL_REDUCTIONS)
+        checks.check_choice("form", form, checks.MULTILABEL_FORMS)
+        checks.check_choice("reduction", reduction, checks.MULTILABEL_REDUCTIONS)
         self.num_labels = num_labels
         self.form = form
         self.gaussians = GaussianLogits(
@@ -170,7 +170,7 @@ class MultiLabelGSoftmaxLoss(nn.Module):
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,
         )
-        return functional._loss_dtype(loss, x)
+        return equations.loss_dtype(loss, x)
 
     def logits(self, x: Tensor) -> Tensor:
         """z, of x's shape; tracked Gaussians stay as they are."""
@@ -218,7 +218,7 @@ class MultiLabelGSoftmaxLoss(nn.Module):
 
 
 def flat_outputs(x: Tensor, labels: int, form: str) -> Tensor:  # (N, 2, L) or (N, 2L) -> (N, 2L); "msml": (N, L)
-    functional._check_outputs(x)
+    checks.check_outputs(x)
     width = labels if form == "msml" else 2 * labels
     if x.shape[1:] == (width,):
         return x
@@ -245,11 +245,6 @@ def spread_over_outputs(v: float | Sequence[float] | Tensor, labels: int, form: 
         return v  # type: ignore[return-value]
     v = torch.as_tensor(v, dtype=torch.float64, device="cpu")
     return v.expand(2, labels).reshape(-1) if v.shape == (labels,) else v.reshape(-1)
-
-
-def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
 def _options_repr(module: nn.Module, **defaults: Any) -> str:

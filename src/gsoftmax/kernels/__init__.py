@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import chunked, native
+from .. import checks, equations
+from . import chunked, linear, native
 
 __all__ = ["IMPLS", "Path", "explain"]
 
@@ -66,11 +68,9 @@ def explain(
     >>> explain(x, target, 0.0, 1.0)
     Path(name='plain', why='x is torch.float64')
     """
-    from .. import functional
-
-    lam = functional._check_lam(lam)
-    functional._check_cross_entropy(x, target, weight, ignore_index, reduction, label_smoothing)
-    mu, sigma = functional._gaussians(x, mu, sigma, lam)
+    lam = checks.check_lam(lam)
+    checks.check_cross_entropy(x, target, weight, ignore_index, reduction, label_smoothing)
+    mu, sigma = checks.as_gaussians(x, mu, sigma, lam)
     if lam == 0:
         return Path("plain", "lam is 0: torch.nn.functional.cross_entropy itself")
     name, why = _choose(x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing, impl)
@@ -91,11 +91,16 @@ def cross_entropy(
     reduction: str,
     label_smoothing: float,
     impl: str,
-) -> Tensor | None:
-    """The loss by a fused path, or None where the plain path is the one to take.  Arguments are checked already."""
-    path, _ = _choose(x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing, impl)
+) -> Tensor:
+    """`gsoftmax_cross_entropy` after its checks: lam is a float, mu and sigma are (C,) in the compute dtype.
+
+    Whether sigma is positive is seen by the path that is taken: the compiled kernel sees it at no cost.
+    """
+    path = "plain"
+    if lam != 0:
+        path, _ = _choose(x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing, impl)
     if path == "plain":
-        return None
+        return equations.cross_entropy(x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing)
     if path == "triton":
         from . import triton_ce
 
@@ -110,7 +115,7 @@ def cross_entropy(
     if torch.is_grad_enabled() and (x.requires_grad or mu.requires_grad or sigma.requires_grad):
         return _Fused.apply(x, mu, sigma, target, weight, options, evaluate)
     loss = evaluate(x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing, False, False)[0]
-    return loss if x.dtype is torch.float32 else _loss_dtype(loss, x)
+    return loss if x.dtype is torch.float32 else equations.loss_dtype(loss, x)
 
 
 # Kinds of calls whose arguments were checked once and which then went to a GPU's kernels.  What is checked, and what
@@ -156,16 +161,30 @@ def linear_cross_entropy(
     reduction: str,
     label_smoothing: float,
     impl: str,
-    own: Tensor | None = None,
-) -> Tensor | None:
-    """The same for `linear_gsoftmax_cross_entropy`; None: make x and take what `cross_entropy` takes."""
+    target_logit: Tensor | None = None,
+) -> Tensor:
+    """The same for `linear_gsoftmax_cross_entropy`; `target_logit` (batch,) takes the place of the target's output."""
     path, _ = _choose_linear(h, weight, bias, target, mu, sigma, lam, class_weight, impl)
     if path == "plain":
-        return None
-    from . import linear
-
+        x = F.linear(h, weight, bias)
+        if target_logit is not None:
+            x = equations.with_target_logit(x, target, target_logit, ignore_index)
+        checks.check_cross_entropy(x, target, class_weight, ignore_index, reduction, label_smoothing)
+        return cross_entropy(x, target, mu, sigma, lam, class_weight, ignore_index, reduction, label_smoothing, impl)
     return linear.linear_cross_entropy(
-        h, weight, bias, target, mu, sigma, lam, class_weight, ignore_index, reduction, label_smoothing, path, own
+        h,
+        weight,
+        bias,
+        target,
+        mu,
+        sigma,
+        lam,
+        class_weight,
+        ignore_index,
+        reduction,
+        label_smoothing,
+        path,
+        target_logit,
     )
 
 
@@ -198,7 +217,7 @@ class _Fused(torch.autograd.Function):
         )  # fmt: skip
         ctx.save_for_backward(x, mu, sigma, target, weight)
         ctx.options, ctx.evaluate, ctx.ready = options, evaluate, [gradients] if early else []
-        return loss if x.dtype is torch.float32 else _loss_dtype(loss, x)
+        return loss if x.dtype is torch.float32 else equations.loss_dtype(loss, x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -226,20 +245,10 @@ def _again(ctx: Any, grad: Tensor, create_graph: bool) -> tuple[Tensor | None, .
             x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing,
             want[0], want[1] or want[2], grad
         )[1:]  # fmt: skip
-    from .. import functional
-
-    loss = functional._cross_entropy(
-        x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing, "plain"
-    )
+    loss = equations.cross_entropy(x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing)
     inputs = [v for v, wanted in zip((x, mu, sigma), want, strict=True) if wanted]
     made = iter(torch.autograd.grad(loss, inputs, grad, create_graph=True))
     return tuple(next(made) if wanted else None for wanted in want)
-
-
-def _loss_dtype(loss: Tensor, x: Tensor) -> Tensor:
-    from ..functional import _loss_dtype
-
-    return _loss_dtype(loss, x)
 
 
 # ----------------------------------------------------------------------------------------------------------- the choice

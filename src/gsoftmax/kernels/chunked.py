@@ -12,6 +12,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..checks import check_labels, check_sigma
+from ..equations import U_MAX
+
 __all__ = ["evaluate"]
 
 LOG2_E = math.log2(math.e)
@@ -39,12 +42,10 @@ def evaluate(
     >>> loss, dx[0]
     (tensor(2.7726), tensor([-1.0492,  0.3497,  0.3497,  0.3497]))
     """
-    from ..functional import _U_MAX, _check_labels, _check_sigma
-
     shape, dtype, device = x.shape, sigma.dtype, x.device
     x = x[None, :, None] if x.ndim == 1 else x[:, :, None] if x.ndim == 2 else x.flatten(2)  # (N, C, S)
     n, c, s = x.shape
-    _check_sigma(sigma)
+    check_sigma(sigma)
 
     # The target of a row is y = y0 + prob * y1 on all classes, and `own` more at its label; weights are inside.
     w = torch.ones(c, dtype=dtype, device=device) if weight is None else weight.to(dtype)
@@ -54,7 +55,7 @@ def evaluate(
         prob = target.reshape(n, c, s)
         total = torch.full((), n * s, dtype=dtype, device=device)
     else:
-        _check_labels(target, c, ignore_index)
+        check_labels(target, c, ignore_index)
         label = target.reshape(n, 1, s).long()
         keep = label != ignore_index  # (N, 1, S)
         label = torch.where(keep, label, 0)
@@ -70,7 +71,7 @@ def evaluate(
     # phi = exp(-v^2) / sqrt(2 pi) and s = dz/dx - 1 = slope * exp(-v^2).  Powers of 2 instead of e, because torch.exp2
     # is three times as fast as torch.exp on a CPU, and twenty times where the result is nearly 0.
     scale = (math.sqrt(0.5) / sigma).clamp_max(torch.finfo(dtype).max).view(1, c, 1)
-    mu, bound, slope = mu.view(1, c, 1), _U_MAX[dtype] * math.sqrt(0.5), lam / math.sqrt(math.pi) * scale
+    mu, bound, slope = mu.view(1, c, 1), U_MAX[dtype] * math.sqrt(0.5), lam / math.sqrt(math.pi) * scale
 
     loss = torch.empty((n, 1, s), dtype=dtype, device=device)
     dx = torch.empty_like(x) if want_x else None

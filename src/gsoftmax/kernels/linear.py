@@ -11,8 +11,8 @@ again, a fourth product.
 
 A chunk has as many rows as h has columns, or more, so that adding to dW costs no more than making it.
 
-A margin, as that of L-softmax, changes the output of the label alone: `own` takes its place in x, and the gradient
-there goes to `own` and no further.
+A margin, as that of L-softmax, changes the target's output alone: `target_logit` takes its place in x, and the gradient
+there goes to `target_logit` and no further.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .. import checks, equations
+from . import chunked, native
 
 __all__ = ["linear_cross_entropy"]
 
@@ -46,23 +49,21 @@ def linear_cross_entropy(
     reduction: str,
     label_smoothing: float,
     path: str,
-    own: Tensor | None = None,  # (N,)
+    target_logit: Tensor | None = None,  # (N,)
 ) -> Tensor:
     """Cross entropy of G-softmax on x = linear(h, weight, bias), of which no more than a chunk of rows exists.
 
     `path` is who turns a chunk of x into losses and gradients: "triton", "native" or "chunked" (pure torch).
-    `own` is what the label's own output is instead, where targets are class indices.
+    `target_logit` replaces the target's output, where targets are class indices.
 
     >>> h, weight, target = torch.eye(2), torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 1])
     >>> mu, sigma = torch.zeros(2), torch.ones(2)
     >>> linear_cross_entropy(h, weight, None, target, mu, sigma, 1.0, None, -100, "mean", 0.0, "chunked")
     tensor(0.1565)
     """
-    from .. import functional
-
     device = h.device.type
     x = h.new_empty((h.shape[0], weight.shape[0]), device="meta")
-    functional._check_cross_entropy(x, target, class_weight, ignore_index, reduction, label_smoothing)
+    checks.check_cross_entropy(x, target, class_weight, ignore_index, reduction, label_smoothing)
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         h, weight = h.to(dtype), weight.to(dtype)
@@ -72,8 +73,8 @@ def linear_cross_entropy(
     options = (lam, ignore_index, reduction, label_smoothing, path)
     # Outside of the chunks nothing is left for autocast to do.
     with torch.autocast(device, enabled=False):
-        loss = _LinearCrossEntropy.apply(h, weight, bias, mu, sigma, own, target, class_weight, options)
-    return functional._loss_dtype(loss, h)
+        loss = _LinearCrossEntropy.apply(h, weight, bias, mu, sigma, target_logit, target, class_weight, options)
+    return equations.loss_dtype(loss, h)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -85,7 +86,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         mu: Tensor,
         sigma: Tensor,
-        own: Tensor | None,
+        target_logit: Tensor | None,
         target: Tensor,
         class_weight: Tensor | None,
         options: tuple[Any, ...],
@@ -93,7 +94,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         early = options[2] != "none" and h.dtype is not torch.float16
         want = ctx.needs_input_grad[:6] if early else (False,) * 6
         factor, divisor = _factor(target, class_weight, weight.shape[0], sigma.dtype, options)
-        given = (h, weight, bias, mu, sigma, own, target, class_weight)
+        given = (h, weight, bias, mu, sigma, target_logit, target, class_weight)
         rows, gradients = _chunk_by_chunk(*given, options, factor, want)
         ctx.early, ctx.options = early, options
         ctx.save_for_backward(*given, *gradients)
@@ -103,8 +104,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        h, weight, bias, mu, sigma, own, target, class_weight, *gradients = ctx.saved_tensors
-        given = (h, weight, bias, mu, sigma, own, target, class_weight)
+        h, weight, bias, mu, sigma, target_logit, target, class_weight, *gradients = ctx.saved_tensors
+        given = (h, weight, bias, mu, sigma, target_logit, target, class_weight)
         want = ctx.needs_input_grad[:6]
         if torch.is_grad_enabled():  # create_graph: the gradient is differentiated again
             gradients = _plain_gradients(grad, *given, ctx.options, want)
@@ -155,16 +156,14 @@ def _chunk_by_chunk(
     bias: Tensor | None,
     mu: Tensor,
     sigma: Tensor,
-    own: Tensor | None,
+    target_logit: Tensor | None,
     target: Tensor,
     class_weight: Tensor | None,
     options: tuple[Any, ...],
     factor: Tensor,  # () or (N,)
     want: tuple[bool, ...],
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Losses of rows (N,), and the gradients of h, weight, bias, mu, sigma and own; None for those not wanted."""
-    from .. import functional
-
+    """Losses of rows (N,), and the gradients of h, weight, bias, mu, sigma and target_logit; None where not wanted."""
     (n, d), c = h.shape, weight.shape[0]
     losses = torch.empty(n, dtype=sigma.dtype, device=h.device)
     dh = torch.empty_like(h) if want[0] else None
@@ -172,7 +171,7 @@ def _chunk_by_chunk(
     dbias = torch.zeros(c, dtype=sigma.dtype, device=h.device) if want[2] else None
     dmu = torch.zeros_like(mu) if want[3] else None
     dsigma = torch.zeros_like(sigma) if want[4] else None
-    d_own = torch.empty_like(own) if own is not None and want[5] else None
+    d_target_logit = torch.empty_like(target_logit) if target_logit is not None and want[5] else None
     buffer: Tensor | None = None
     exact = 4 * c * d <= FLOAT32_SUM
     for at in _chunks(n, d if exact else 2 * d, c, h.device.type):
@@ -183,17 +182,17 @@ def _chunk_by_chunk(
             torch.mm(h[at], weight.t(), out=x)
         else:
             torch.addmm(bias, h[at], weight.t(), out=x)
-        if own is not None:
-            labels = functional._label_columns(target[at], options[1], c)[:, None]
-            x.scatter_(1, labels, own[at, None].to(x.dtype))
+        if target_logit is not None:
+            labels = equations.label_columns(target[at], options[1], c)[:, None]
+            x.scatter_(1, labels, target_logit[at, None].to(x.dtype))
         losses[at], dx, dmu_part, dsigma_part = _loss_and_gradient_(
             x, target[at], mu, sigma, class_weight, options, factor[at] if factor.ndim else factor,
             any(want[:3]) or want[5], want[3], want[4],
         )  # fmt: skip
         if dx is not None:
-            if own is not None:
-                if d_own is not None:
-                    d_own[at] = dx.gather(1, labels).squeeze(1)
+            if target_logit is not None:
+                if d_target_logit is not None:
+                    d_target_logit[at] = dx.gather(1, labels).squeeze(1)
                 dx.scatter_(1, labels, 0.0)
             if dh is not None:
                 torch.mm(dx, weight, out=dh[at])
@@ -210,7 +209,7 @@ def _chunk_by_chunk(
         dweight = dweight.to(weight.dtype)
     if dbias is not None and bias is not None:
         dbias = dbias.to(bias.dtype)
-    return losses, [dh, dweight, dbias, dmu, dsigma, d_own]
+    return losses, [dh, dweight, dbias, dmu, dsigma, d_target_logit]
 
 
 def _loss_and_gradient_(
@@ -235,10 +234,7 @@ def _loss_and_gradient_(
         need = (want_x, want_mu, want_sigma)
         found = triton_ce.backward(factor, lse, x, *rest, "sum", label_smoothing, need, x) if any(need) else (None,) * 3
         return losses, *found
-    if path == "native":
-        from .native import evaluate
-    else:
-        from .chunked import evaluate
+    evaluate = native.evaluate if path == "native" else chunked.evaluate
     return evaluate(
         x, target, mu, sigma, lam, class_weight, ignore_index, "none", label_smoothing, want_x, want_mu or want_sigma,
         factor.expand(x.shape[0]),
@@ -265,23 +261,25 @@ def _plain_gradients(
     bias: Tensor | None,
     mu: Tensor,
     sigma: Tensor,
-    own: Tensor | None,
+    target_logit: Tensor | None,
     target: Tensor,
     class_weight: Tensor | None,
     options: tuple[Any, ...],
     want: tuple[bool, ...],
 ) -> list[Tensor | None]:
     """The gradients as functions that autograd can follow, by way of all of x and the plain formula."""
-    from .. import functional
-
     lam, ignore_index, reduction, label_smoothing, _ = options
-    inputs = [v for v, wanted in zip((h, weight, bias, mu, sigma, own), want, strict=True) if wanted and v is not None]
+    inputs = [
+        v
+        for v, wanted in zip((h, weight, bias, mu, sigma, target_logit), want, strict=True)
+        if wanted and v is not None
+    ]
     with torch.enable_grad():
         x = F.linear(h, weight, bias)
-        if own is not None:
-            x = functional._with_own(x, target, own, ignore_index)
-        loss = functional._cross_entropy(
-            x, target, mu, sigma, lam, class_weight, ignore_index, reduction, label_smoothing, "plain"
+        if target_logit is not None:
+            x = equations.with_target_logit(x, target, target_logit, ignore_index)
+        loss = equations.cross_entropy(
+            x, target, mu, sigma, lam, class_weight, ignore_index, reduction, label_smoothing
         )
         found = iter(torch.autograd.grad(loss.to(grad.dtype), inputs, grad, create_graph=True))
     return [next(found) if wanted else None for wanted in want]

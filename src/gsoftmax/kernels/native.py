@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import check_sigma, label_error
+
 __all__ = ["INSTRUCTIONS", "evaluate", "unavailable"]
 
 # The first is what every processor of its kind has.
@@ -198,12 +200,10 @@ def evaluate(
         )
     )
     if failed:
-        from ..functional import _check_sigma, _label_error
-
         if failed == _BAD_LABEL:
-            raise _label_error(target, c, ignore_index)
+            raise label_error(target, c, ignore_index)
         if failed == _BAD_SIGMA:
-            _check_sigma(sigma)
+            check_sigma(sigma)
         raise MemoryError(f"no memory for the scratch space of {c} classes")
     if dims > 3 and dx is not None:
         dx = dx.view(shape)

@@ -42,6 +42,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import equations
 from . import transformed
 from .launching import (
     DTYPES,
@@ -712,13 +713,9 @@ def _plain_gradients(
     need: tuple[bool, bool, bool],
 ) -> list[Tensor | None]:
     """The gradients as functions that autograd can follow, by way of the plain formula."""
-    from .. import functional
-
     inputs = [v for v, needed in zip((x, mu, sigma), need, strict=True) if needed]
     with torch.enable_grad():
-        loss = functional._cross_entropy(
-            x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing, "plain"
-        )
+        loss = equations.cross_entropy(x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing)
         found = iter(torch.autograd.grad(loss.to(grad.dtype), inputs, grad, create_graph=True))
     return [next(found) if needed else None for needed in need]
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import functional
+from .. import checks, equations
 from ..gaussians import GaussianLogits, _merge, _per_class
 from . import wire
 from .loss import _column_tiles, _CrossEntropy, _GatherRows, _linear, _Plan, _prepared, _tiles, _top
@@ -163,7 +163,7 @@ class ClassShard:
 
     def _check_h(self, head: Any, h: Any) -> Exception | None:
         try:
-            functional._check_outputs(h, "h")
+            checks.check_outputs(h, "h")
         except (TypeError, ValueError) as error:
             return error
         if h.shape[-1] != head.in_features:
@@ -203,7 +203,7 @@ class ClassShard:
         from torch.distributed.tensor import Shard
 
         z = _own(self.outputs(head, h), "z")
-        z = z.to(functional._compute_dtype(z))
+        z = z.to(checks.compute_dtype(z))
         top = _top(z)
         _all_reduce(top, self.group, "max", dist.ReduceOp.MAX)
         p = (z - top[:, None]).exp_()
@@ -221,7 +221,7 @@ class ClassShard:
         best = torch.full((n, k), -torch.inf, dtype=sigma.dtype, device=h_all.device)
         classes = torch.full((n, k), self.num_classes, device=h_all.device)
         for at, own in _tiles(n, len(weight), h_all.device.type):
-            z = functional._logits(_linear(h_all[at], weight[own], bias, own), mu[own], sigma[own], lam)
+            z = equations.logits(_linear(h_all[at], weight[own], bias, own), mu[own], sigma[own], lam)
             values, found = z.max(1, keepdim=True) if k == 1 else z.topk(min(k, z.shape[1]), 1)
             found += self.start + own.start
             best[at], classes[at] = _largest(torch.cat([best[at], values], 1), torch.cat([classes[at], found], 1), k)
@@ -331,12 +331,12 @@ class ClassShard:
             weight, mu, sigma = (t.index_select(0, index) for t in (weight, mu, sigma))
             bias = None if bias is None else bias.index_select(0, index)
         weight, bias, mu, sigma, h_all = _prepared(h_all, weight, bias, mu, sigma, lam)
-        functional._check_sigma(sigma)
+        checks.check_sigma(sigma)
         plan = _Plan(self, counts, wanted, lam, reduction, exact=not sampled)
         self._fill(plan, rows, drawn, sigma, class_weight, ignore_index, label_smoothing)
         with torch.autocast(device.type, enabled=False):
             loss = _CrossEntropy.apply(flat, weight, bias, mu, sigma, h_all, plan)
-        loss = functional._loss_dtype(loss, flat)
+        loss = equations.loss_dtype(loss, flat)
         return loss.reshape(shape) if reduction == "none" else loss
 
     def _check_loss(
@@ -352,11 +352,11 @@ class ClassShard:
     ) -> None:
         if not isinstance(target, Tensor):
             raise TypeError(f"target must be a tensor, got {type(target).__name__}")
-        flat, rows, _ = functional._flatten_linear(h, head.weight, target, head.bias)
+        flat, rows, _ = checks.flatten_linear(h, head.weight, target, head.bias)
         x = flat.new_empty((len(flat), self.num_classes), device="meta")
-        functional._check_cross_entropy(x, rows, class_weight, ignore_index, reduction, label_smoothing)
+        checks.check_cross_entropy(x, rows, class_weight, ignore_index, reduction, label_smoothing)
         if not rows.is_floating_point():
-            functional._check_labels(rows, self.num_classes, ignore_index)
+            checks.check_labels(rows, self.num_classes, ignore_index)
         elif rows.requires_grad:
             raise ValueError("target must need no gradient with shard='class': detach the probabilities")
         elif sampled:
@@ -512,7 +512,7 @@ class _ShardedGaussians(GaussianLogits):
     @torch.no_grad()
     def track(self, x: Tensor, keep: Tensor | None = None) -> None:
         if self.gaussians == "tracked" and self.training:
-            d = x.to(functional._compute_dtype(self.mu)) - _own(self.mu, "mu")
+            d = x.to(checks.compute_dtype(self.mu)) - _own(self.mu, "mu")
             self._track(*_sums(d, keep), len(d) if keep is None else keep.sum())
 
     @torch.no_grad()
@@ -536,7 +536,7 @@ class _ShardedGaussians(GaussianLogits):
     def current(self, x: Tensor, target: Tensor | None = None, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
         if self.gaussians == "tracked" and self.training and torch.is_grad_enabled():
             self.track(x.detach())
-        mu, sigma = functional._gaussians(x, *self.own(), self.lam)
+        mu, sigma = checks.as_gaussians(x, *self.own(), self.lam)
         return (mu.clone() if self.gaussians == "tracked" else mu), sigma
 
 

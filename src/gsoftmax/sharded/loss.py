@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .. import functional
+from .. import checks, equations
 from ..kernels.linear import FLOAT32_SUM, _add_product
 from .wire import _all_reduce, _gather_rows, _return_rows
 
@@ -101,7 +101,7 @@ def _prepared(
         dtype = torch.get_autocast_dtype(device)
         h, weight = h.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    mu, sigma = functional._gaussians_for(len(weight), h.dtype, h.device, mu, sigma, lam)
+    mu, sigma = checks.as_gaussians_for(len(weight), h.dtype, h.device, mu, sigma, lam)
     return weight, bias, mu, sigma, h
 
 
@@ -169,7 +169,7 @@ class _CrossEntropy(torch.autograd.Function):
         x = None
         for at, own in tiles:
             x = _linear(h_all[at], weight[own], bias, own)
-            z = functional._logits(x, mu[own], sigma[own], plan.lam)
+            z = equations.logits(x, mu[own], sigma[own], plan.lam)
             if plan.shift is not None:
                 z = z + plan.shift[own]
             here = _top(z)
@@ -220,14 +220,14 @@ class _CrossEntropy(torch.autograd.Function):
                 exact = 4 * weight[own].numel() <= FLOAT32_SUM
                 for at, _ in _tiles(n, own.stop - own.start, h.device.type):
                     x = x_kept if ctx.one_tile else _linear(h[at], weight[own], bias, own)
-                    z = functional._logits(x, mu[own], sigma[own], lam)
+                    z = equations.logits(x, mu[own], sigma[own], lam)
                     if plan.shift is not None:
                         z = z + plan.shift[own]
                     d = (z - most[at, None]).exp_().mul_(scale[at, None])
                     d = plan.subtract(d, f[at], at, own)  # dz
                     if lam:
                         # u is held as in the distribution function, so that a masked output (-inf) gives 0, not nan
-                        bound = functional._U_MAX[dtype] * sigma[own]
+                        bound = equations.U_MAX[dtype] * sigma[own]
                         u = torch.clamp(x.to(dtype) - mu[own], -bound, bound) / sigma[own]
                         e = (u * u).mul_(-0.5).exp_().mul_(d).mul_(lam / math.sqrt(2 * math.pi) / sigma[own])
                         dmu -= e.sum(0)
@@ -276,6 +276,6 @@ class _GatherRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         shard = ctx.shard
-        dh = grad.to(functional._compute_dtype(grad))  # sums of half precision are made in float32
+        dh = grad.to(checks.compute_dtype(grad))  # sums of half precision are made in float32
         dh = _return_rows(dh, ctx.counts, shard.group, "dh").to(grad.dtype)
         return (dh * shard.processes if shard.averaged else dh), None, None

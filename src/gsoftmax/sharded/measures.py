@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import functional, geometry
+from .. import checks, geometry
 from .head import ClassShard, _joined, _own
 from .wire import _agree, _all_reduce, _gather_rows, _rounds
 
@@ -62,7 +62,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         whole = mesh is None or all(p.is_replicate() for p in grad.placements)
         local = grad if mesh is None else grad.to_local()
         locals_.append(local)
-        part = local.to(functional._compute_dtype(local)).square().sum().double()
+        part = local.to(checks.compute_dtype(local)).square().sum().double()
         key = None if whole else mesh
         squares[key] = squares[key] + part if key in squares else part
     for mesh, part in squares.items():

@@ -1,0 +1,220 @@
+"""Checks of arguments: what is wrong, what was seen and what is accepted, in one line.
+
+Everything that can be read off shapes and dtypes is checked always.  Values are looked at only where looking costs no
+synchronisation: on the CPU, outside of torch.compile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+REDUCTIONS = ("mean", "sum", "none")
+MULTILABEL_REDUCTIONS = ("mean", "sum", "none", "batchmean")
+MULTILABEL_FORMS = ("paired", "independent", "printed", "msml")
+
+# float16 ends at 65504 and dz/dx = 1 + lam * phi(u) / sigma: below this sigma the gradient would not fit.
+_HALF_SIGMA_MIN = 1e-5
+
+
+def class_dim(x: Tensor) -> int:
+    return 1 if x.ndim > 1 else 0
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def values_are_free(x: Tensor) -> bool:
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def check_outputs(x: Tensor, name: str = "x") -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if not x.is_floating_point():
+        raise TypeError(f"{name} must be floating point, got {x.dtype}")
+    if x.ndim == 0:
+        raise ValueError(f"{name} must be (C,), (N, C) or (N, C, d1, ...), got a single number")
+
+
+def check_lam(lam: float) -> float:
+    if isinstance(lam, bool) or not isinstance(lam, (int, float)):
+        raise TypeError(f"lam must be a number, got {type(lam).__name__}")
+    if not 0 <= lam < math.inf:
+        raise ValueError(f"lam must be 0 or more and finite, got {lam}")
+    return float(lam)
+
+
+def as_gaussians(x: Tensor, mu: Tensor | float, sigma: Tensor | float, lam: float = 1.0) -> tuple[Tensor, Tensor]:
+    """mu and sigma as (C,) tensors in the dtype the arithmetic on x is done in."""
+    return as_gaussians_for(x.shape[1 if x.ndim > 1 else 0], x.dtype, x.device, mu, sigma, lam)
+
+
+def as_gaussians_for(
+    classes: int, dtype: torch.dtype, device: torch.device, mu: Tensor | float, sigma: Tensor | float, lam: float
+) -> tuple[Tensor, Tensor]:
+    compute = torch.float64 if dtype is torch.float64 else torch.float32
+    if not (isinstance(mu, Tensor) and mu.dtype is compute and mu.shape == (classes,)):
+        mu = _gaussian_parameter("mu", mu, classes, compute, device)
+    if not (isinstance(sigma, Tensor) and sigma.dtype is compute and sigma.shape == (classes,)):
+        sigma = _gaussian_parameter("sigma", sigma, classes, compute, device)
+    if dtype is torch.float16:
+        sigma = _clamp_min_sigma(sigma, _HALF_SIGMA_MIN * max(lam, 1.0))
+    return mu, sigma
+
+
+def _gaussian_parameter(name: str, v: Tensor | float, classes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if not isinstance(v, Tensor):
+        if isinstance(v, bool) or not isinstance(v, (int, float)):
+            raise TypeError(f"{name} must be a tensor of shape ({classes},) or a number, got {type(v).__name__}")
+        return torch.full((classes,), float(v), dtype=dtype, device=device)
+    if v.shape != (classes,):
+        raise ValueError(f"{name} must have shape ({classes},), one value for each class, got {tuple(v.shape)}")
+    if not v.is_floating_point():
+        raise TypeError(f"{name} must be floating point, got {v.dtype}")
+    return v.to(dtype)
+
+
+def _clamp_min_sigma(sigma: Tensor, low: float) -> Tensor:
+    """Positive values of sigma held at or above `low`; others are left for the check to refuse."""
+    return torch.where((sigma > 0) & (sigma < low), low, sigma)
+
+
+def check_sigma(sigma: Tensor) -> None:
+    if values_are_free(sigma) and sigma.numel() and not sigma.detach().min().item() > 0:  # nor NaN
+        raise ValueError(f"sigma must be positive, got a minimum of {sigma.min().item()}")
+
+
+def check_cross_entropy(
+    x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float
+) -> None:
+    check_outputs(x)
+    if not isinstance(target, Tensor):
+        raise TypeError(f"target must be a tensor, got {type(target).__name__}")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing must lie between 0 and 1, got {label_smoothing!r}")
+    classes = x.shape[class_dim(x)]
+    if weight is not None and weight.shape != (classes,):
+        raise ValueError(f"weight must have shape ({classes},), one value for each class, got {tuple(weight.shape)}")
+    if target.is_floating_point():
+        if target.shape != x.shape:
+            raise ValueError(
+                f"target of {target.dtype} holds probabilities and must have x's shape {tuple(x.shape)}, "
+                f"got {tuple(target.shape)}; class indices must be torch.long"
+            )
+        if ignore_index >= 0:
+            raise ValueError(f"ignore_index works with class indices only, got {ignore_index} with probabilities")
+        if values_are_free(target) and bool(target.isnan().any()):
+            raise ValueError("target must hold probabilities, got NaN")
+    else:
+        expected = x.shape[:1] + x.shape[2:] if x.ndim > 1 else ()
+        if target.shape != expected:
+            raise ValueError(
+                f"target of class indices must have shape {tuple(expected)} for x of {tuple(x.shape)}, "
+                f"got {tuple(target.shape)}"
+            )
+        if target.dtype not in (torch.int64, torch.uint8):
+            raise TypeError(
+                f"target must hold class indices as torch.long or probabilities as floating point, got {target.dtype}"
+            )
+
+
+def check_labels(target: Tensor, classes: int, ignore_index: int) -> None:
+    if values_are_free(target) and bool(((target != ignore_index) & ((target < 0) | (target >= classes))).any()):
+        raise label_error(target, classes, ignore_index)
+
+
+def label_error(target: Tensor, classes: int, ignore_index: int) -> ValueError:
+    wrong = target[(target != ignore_index) & ((target < 0) | (target >= classes))]
+    return ValueError(
+        f"target must lie between 0 and {classes - 1} or be ignore_index={ignore_index}, got {wrong[:1].item()}"
+    )
+
+
+def flatten_linear(
+    h: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    check_outputs(h, "h")
+    if weight.ndim != 2 or weight.shape[1] != h.shape[-1]:
+        raise ValueError(
+            f"weight must be (classes, features) with the {h.shape[-1]} features of h, got {tuple(weight.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
+    shape = h.shape[:-1]
+    expected = (*shape, weight.shape[0]) if target.is_floating_point() else shape
+    if target.shape != expected:
+        what = "probabilities" if target.is_floating_point() else "class indices"
+        raise ValueError(
+            f"target of {what} must have shape {tuple(expected)} for h of {tuple(h.shape)}, got {tuple(target.shape)}"
+        )
+    rows = target.reshape(-1, weight.shape[0]) if target.is_floating_point() else target.reshape(-1)
+    return h.reshape(-1, h.shape[-1]), rows, tuple(shape)
+
+
+def check_form(form: str, x_pos: Tensor, x_neg: Tensor | None) -> None:
+    if form not in MULTILABEL_FORMS:
+        raise ValueError(f"form must be one of {', '.join(MULTILABEL_FORMS)}, got {form!r}")
+    check_outputs(x_pos, "x_pos")
+    if x_pos.ndim > 2:
+        raise ValueError(f"x_pos must be (N, L) or (L,), got {tuple(x_pos.shape)}")
+    if (x_neg is None) != (form == "msml"):
+        need = "has one output a label: x_neg must be None" if form == "msml" else "needs x_neg beside x_pos"
+        raise ValueError(f"form={form!r} {need}, got {'None' if x_neg is None else tuple(x_neg.shape)}")
+    if x_neg is not None and x_neg.shape != x_pos.shape:
+        raise ValueError(f"x_neg must have x_pos's shape {tuple(x_pos.shape)}, got {tuple(x_neg.shape)}")
+
+
+def check_multilabel(
+    x_pos: Tensor,
+    x_neg: Tensor | None,
+    target: Tensor,
+    form: str,
+    weight: Tensor | None,
+    pos_weight: Tensor | None,
+    reduction: str,
+    label_smoothing: float,
+) -> None:
+    check_form(form, x_pos, x_neg)
+    if reduction not in MULTILABEL_REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(MULTILABEL_REDUCTIONS)}, got {reduction!r}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing must lie between 0 and 1, got {label_smoothing!r}")
+    if not isinstance(target, Tensor) or target.shape != x_pos.shape:
+        seen = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
+        raise ValueError(f"target must have x_pos's shape {tuple(x_pos.shape)}, one value for each label, got {seen}")
+    labels = x_pos.shape[-1]
+    for name, v in (("weight", weight), ("pos_weight", pos_weight)):
+        if v is not None and v.shape != (labels,):
+            raise ValueError(f"{name} must have shape ({labels},), one value for each label, got {tuple(v.shape)}")
+
+
+def check_margin(
+    h: Tensor, weight: Tensor, target: Tensor, margin: int, anneal: float | Tensor, ignore_index: int
+) -> None:
+    if margin not in (1, 2, 3, 4) or isinstance(margin, bool):
+        raise ValueError(f"margin must be 1, 2, 3 or 4, got {margin!r}")
+    if not isinstance(anneal, Tensor) and not 0 <= anneal < math.inf:
+        raise ValueError(f"anneal must be 0 or more and finite, got {anneal!r}")
+    if weight.ndim != 2 or h.ndim != 2 or h.shape[1] != weight.shape[1]:
+        raise ValueError(
+            "h must be (batch, features) and weight (classes, features), "
+            f"got {tuple(h.shape)} and {tuple(weight.shape)}"
+        )
+    if target.is_floating_point() or target.shape != h.shape[:1]:
+        raise ValueError(
+            "target must hold one class index for each row of h, because the margin needs to know the true class; "
+            f"got {tuple(target.shape)} of {target.dtype} for h of {tuple(h.shape)}"
+        )
+    check_labels(target, weight.shape[0], ignore_index)
