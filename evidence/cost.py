@@ -20,7 +20,7 @@ import torch
 from gsoftmax import evaluation, recipes, train
 from gsoftmax.config import Config
 
-from .run import ROWS, found_at, where
+from .run import ROWS, resolve_spec, where
 
 HEADS: dict[str, dict[str, Any]] = {
     "softmax": {},
@@ -52,7 +52,7 @@ def main() -> None:
 def measure(recipe: str, data: dict[str, str], blocks: int, steps: int) -> dict[str, dict[str, float]]:
     """Milliseconds of a step (median of the blocks), the median ratio to softmax's, and the head's share."""
     base = recipes.find(recipe).config({})
-    base = base.override({"data": found_at(base.data, data)})
+    base = base.override({"data": resolve_spec(base.data, data)})
     torch.backends.cudnn.benchmark = True
     times: dict[str, list[float]] = {name: [] for name in HEADS}
     heads: dict[str, list[float]] = {name: [] for name in HEADS}

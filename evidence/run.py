@@ -75,10 +75,10 @@ def missing(study: Study, folder: Path = ROWS) -> list[tuple[str, int]]:
     return [run for run in study.runs() if run not in there]
 
 
-def found_at(spec: str, data: Mapping[str, str]) -> str:
+def resolve_spec(spec: str, data: Mapping[str, str]) -> str:
     """A spec, or several, with the names that `data` knows replaced by where they are.
 
-    >>> found_at("mosaic(cifar10)?grid=2x2", {"cifar10": "folder:images"})
+    >>> resolve_spec("mosaic(cifar10)?grid=2x2", {"cifar10": "folder:images"})
     'mosaic(folder:images)?grid=2x2'
     """
     words = (re.fullmatch(r"(mosaic\()?([^()?]+)(.*)", word) for word in spec.split())
@@ -88,7 +88,7 @@ def found_at(spec: str, data: Mapping[str, str]) -> str:
 def one(study: Study, setting: str, seed: int, data: Mapping[str, str]) -> dict[str, Any]:
     """Trains, and gives every metric, for multi-label data also those of every label."""
     config = study.config(setting, seed)
-    places = {k: found_at(getattr(config, k), data) for k in ("data", "ood") if getattr(config, k)}
+    places = {k: resolve_spec(getattr(config, k), data) for k in ("data", "ood") if getattr(config, k)}
     with tempfile.TemporaryDirectory() as folder:
         try:
             result = train.train(config.override(places), Path(folder) / "run")

@@ -498,9 +498,9 @@ def test_pages_and_figures_are_written_and_checked(everything, tmp_path, monkeyp
 
 def test_data_are_found_where_they_are():
     places = {"cifar10": "npz:all.npz", "cifar2": "folder:two"}
-    assert run.found_at("cifar10", places) == "npz:all.npz"
-    assert run.found_at("mosaic(cifar10)?grid=2x2&train=9", places) == "mosaic(npz:all.npz)?grid=2x2&train=9"
-    assert run.found_at("cifar2 digits", places) == "folder:two digits"
+    assert run.resolve_spec("cifar10", places) == "npz:all.npz"
+    assert run.resolve_spec("mosaic(cifar10)?grid=2x2&train=9", places) == "mosaic(npz:all.npz)?grid=2x2&train=9"
+    assert run.resolve_spec("cifar2 digits", places) == "folder:two digits"
 
 
 def test_some_classes_of_a_dataset(tmp_path):

@@ -309,9 +309,9 @@ def test_watch_notes_the_first_signal_and_obeys_the_second(monkeypatch):
     before = signal.signal(signal.SIGTERM, lambda number, frame: later.append(number))
     try:
         with distributed.Watch(distributed.World(), minutes=0) as watch:
-            assert watch.look() == watch.GO_ON
+            assert watch.poll() == watch.GO_ON
             os.kill(os.getpid(), signal.SIGTERM)
-            assert watch.look() == watch.STOP
+            assert watch.poll() == watch.STOP
             with pytest.raises(KeyboardInterrupt):
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(1)
@@ -326,7 +326,7 @@ def test_watch_leaves_ignored_signals_alone():
     try:
         with distributed.Watch(distributed.World(), minutes=0) as watch:
             os.kill(os.getpid(), signal.SIGINT)
-            assert watch.look() == watch.GO_ON
+            assert watch.poll() == watch.GO_ON
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)

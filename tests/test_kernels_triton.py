@@ -371,7 +371,7 @@ if INSIDE:
     @triton.jit
     def _phi_of(u, mu, r, out, half, c0, DEGREE: tl.constexpr, BLOCK: tl.constexpr):
         at = tl.arange(0, BLOCK)
-        w, _ = triton_ce._bend(tl.load(u + at), tl.load(mu + at), tl.load(r + at), half, c0, DEGREE)
+        w, _ = triton_ce.gaussian_term(tl.load(u + at), tl.load(mu + at), tl.load(r + at), half, c0, DEGREE)
         tl.store(out + at, w / (2 * half) + 0.5)
 
 
@@ -380,16 +380,18 @@ def check_calls_like_one_before(monkeypatch):
     monkeypatch.setattr(kernels, "_checked", {})
     choose = kernels._choose
     monkeypatch.setattr(
-        kernels, "_choose", lambda *a: ("triton", "") if not kernels.transformed() and a[0].ndim == 2 else choose(*a)
+        kernels,
+        "_choose",
+        lambda *a: ("triton", "") if not kernels.under_transform() and a[0].ndim == 2 else choose(*a),
     )
-    repeated, count = kernels.repeated, []
+    cached_call, count = kernels.cached_call, []
 
     def counting(*args):
-        found = repeated(*args)
+        found = cached_call(*args)
         count.append(found is not None)
         return found
 
-    monkeypatch.setattr(kernels, "repeated", counting)
+    monkeypatch.setattr(kernels, "cached_call", counting)
     call = functional.gsoftmax_cross_entropy
     for seed in range(3):
         x, target, mu, sigma = table(6, 9, seed=seed)
@@ -454,7 +456,7 @@ def check_a_gpu_that_runs_no_kernel_is_passed_over(monkeypatch):
     device = torch.device(DEVICE)
     assert launching.cannot_run.__wrapped__(device) == ""
     monkeypatch.setattr(launching, "_trial_kernel", Broken())
-    with pytest.warns(UserWarning, match="Failed to find C compiler.; slower ways are taken"):
+    with pytest.warns(UserWarning, match="Failed to find C compiler.; falling back to a slower implementation"):
         why = launching.cannot_run.__wrapped__(device)
     assert why == f"Triton cannot run kernels on {device}: Failed to find C compiler."
     monkeypatch.setattr(launching, "cannot_run", lambda device: f"nothing runs on {device}")

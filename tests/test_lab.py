@@ -168,7 +168,7 @@ def test_a_run_folder_describes_itself_and_is_not_overwritten(tmp_path):
 
     with pytest.raises(ValueError, match="already holds a run; --resume goes on with it"):
         train.train(QUICK, tmp_path / "run")
-    with pytest.raises(ValueError, match="holds a run with another epochs, head"):
+    with pytest.raises(ValueError, match="contains a run with epochs=3, not epochs=4; head="):
         train.train(QUICK.override({"epochs": 4}), tmp_path / "run", resume=True)
 
 
@@ -234,7 +234,7 @@ def test_compare_pairs_seeds_and_agrees_with_scipy(tmp_path):
     again = compare.compare(QUICK, heads, 3, tmp_path / "out", jobs=1)
     assert again["metrics"] == summary["metrics"]
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "out").rglob("*.safetensors")} == before
-    with pytest.raises(ValueError, match="holds a run with another epochs"):
+    with pytest.raises(ValueError, match="contains a run with epochs=3, not epochs=1"):
         compare.compare(QUICK.override({"epochs": 1}), heads, 3, tmp_path / "out")
     (table,) = differences(summary)
     assert table.title == "gsoftmax(lam=2, sigma=2) minus softmax, paired by seed" and len(verdicts(summary)) == 1

@@ -65,7 +65,7 @@ class Analysis:
     geometry: geometry.ClassGeometry
     score: np.ndarray  # accuracy of each class, or its average precision
     gaussians: ClassGaussians
-    calibration: np.ndarray  # (BINS, 3) images, mean confidence, share that was right
+    calibration: np.ndarray  # (BINS, 3) images, mean confidence, accuracy
     points: dict[str, np.ndarray]  # a sample: c class, own 0/1, j output, x, p
     learned: np.ndarray | None  # (C, 2) mu and sigma of the head
     notes: tuple[str, ...]

@@ -26,7 +26,7 @@ from .config import Config, parse_head
 from .distributed import Stopped
 from .runs import folder_name, locked, read_config, read_result
 from .summary import summarise
-from .train import build, build_optimizer, build_schedule, load_data, pick_device, refuse, train
+from .train import build, build_optimizer, build_schedule, load_data, pick_device, train, validate
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _run_missing(
 def _refuse_early(tasks: Sequence[Task], dataset: Any) -> None:
     """Heads that cannot be built on this data fail before anything is trained or written."""
     for task in tasks:
-        refuse(task.config, dataset)
+        validate(task.config, dataset)
         build_schedule(task.config, max(task.config.epochs, 1))
         if not task.config.pretrained and task.config.weights is None:
             with torch.device("meta"):
@@ -111,9 +111,8 @@ def _done(task: Task) -> bool:
     found = read_config(task.out)
     if found is None:
         raise ValueError(f"{task.out} holds a result without a config.json; choose another --out")
-    differing = sorted(k for k, v in task.config.identity().items() if found.identity()[k] != v)
-    if differing:
-        raise ValueError(f"{task.out} holds a run with another {', '.join(differing)}; choose another --out")
+    if differing := found.differences(task.config):
+        raise ValueError(f"{task.out} contains a run with {differing}; choose another --out")
     return True
 
 

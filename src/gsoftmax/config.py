@@ -147,6 +147,17 @@ class Config:
         held = {k: v for k, v in dataclasses.asdict(self).items() if k not in where}
         return json.loads(json.dumps(held))  # as config.json has it, where the keys of a dictionary are text
 
+    def differences(self, other: Config) -> str:
+        """The keys that decide the result and differ: what this configuration has, and what the other wants.
+
+        >>> Config(lr=0.1).differences(Config(lr=0.2))
+        'lr=0.1, not lr=0.2'
+        """
+        mine, wanted = self.identity(), other.identity()
+        keys = [k for k in sorted(wanted) if mine[k] != wanted[k]]
+        shown = [f"{k}={json.dumps(mine[k])}, not {k}={json.dumps(wanted[k])}" for k in keys]
+        return "; ".join(shown)
+
 
 def _kind(config: Config, name: str) -> str:
     return next(str(f.type) for f in dataclasses.fields(config) if f.name == name).removesuffix(" | None")

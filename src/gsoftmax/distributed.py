@@ -175,8 +175,8 @@ def local_device(device: torch.device) -> torch.device:
     return device
 
 
-def by_the_first(world: World, work: Callable[[], T]) -> T:
-    """What rank 0 makes of `work`, on every process; a mistake it meets is everybody's."""
+def on_rank0(world: World, work: Callable[[], T]) -> T:
+    """What rank 0 makes of `work`, on every process; errors are re-raised on every rank."""
     if world.size == 1:
         return work()
     box: list[Any] = [None, None]
@@ -191,10 +191,10 @@ def by_the_first(world: World, work: Callable[[], T]) -> T:
     return box[0]
 
 
-def one_after_the_other(world: World, work: Callable[[], T]) -> T:
+def rank0_first(world: World, work: Callable[[], T]) -> T:
     """Rank 0 first, the others when it is done: what it unpacks or caches on the way is there for them."""
     found: list[T] = []
-    by_the_first(world, lambda: found.append(work()))
+    on_rank0(world, lambda: found.append(work()))
     return found[0] if found else work()
 
 
@@ -301,7 +301,7 @@ class Watch:
     def saved(self) -> None:
         self._last = time.monotonic()
 
-    def look(self) -> int:
+    def poll(self) -> int:
         """What all processes do now."""
         mine = self.GO_ON
         if self.signal_number:

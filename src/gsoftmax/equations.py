@@ -133,7 +133,7 @@ def margin_logits(
 
 
 def label_columns(target: Tensor, ignore_index: int, classes: int) -> Tensor:
-    """The label of every row; rows that do not count, and labels that are out of range, have any class."""
+    """The label of every row; ignored rows, and labels out of range, get an arbitrary class."""
     return torch.where(target == ignore_index, 0, target).clamp(0, classes - 1).long()
 
 

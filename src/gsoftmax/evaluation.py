@@ -118,7 +118,7 @@ def evaluate(
     for name in ("mu", "sigma"):
         if isinstance(value := getattr(head, name, None), Tensor):
             outputs[name] = value.detach().float().cpu().clone()
-    return distributed.by_the_first(world, lambda: score(x, p, y)), outputs
+    return distributed.on_rank0(world, lambda: score(x, p, y)), outputs
 
 
 def _evaluate_shards(
@@ -135,7 +135,7 @@ def _evaluate_shards(
             stats.update(head.features(h), y)
             found.append((head.predict(h), y))
     predicted, y = _gathered(found, dataset, config, part, world)
-    error = distributed.by_the_first(world, lambda: float((predicted != y).double().mean()))
+    error = distributed.on_rank0(world, lambda: float((predicted != y).double().mean()))
     return {"error": error} | stats.geometry().average(), {"y": y, "predicted": predicted}
 
 
@@ -210,4 +210,4 @@ def detection(
             return {}
         return {f"{key} {name}": v for name, of in found.items() for key, v in of.items()}
 
-    return distributed.by_the_first(world, ranked)
+    return distributed.on_rank0(world, ranked)

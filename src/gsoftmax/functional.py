@@ -115,7 +115,7 @@ def gsoftmax_cross_entropy(
     tensor(0.1565)
     """
     if weight is None and impl == "auto":
-        loss = kernels.repeated(x, target, mu, sigma, lam, ignore_index, reduction, label_smoothing)
+        loss = kernels.cached_call(x, target, mu, sigma, lam, ignore_index, reduction, label_smoothing)
         if loss is not None:
             return loss
     lam = checks.check_lam(lam)

@@ -1,4 +1,4 @@
-"""The folder of a run: it describes itself, its files appear whole or not at all, and it belongs to one run at a time.
+"""The folder of a run: it describes itself, its writes are atomic, and it belongs to one run at a time.
 
     config.json  environment.json  metrics.jsonl  outputs.safetensors  checkpoint/epoch-000003-batch-00000000-HASH.pt
 
@@ -64,13 +64,11 @@ class RunFolder:
         self._lock.__exit__(None, None, None)
 
     def _claim(self, config: Config, described: Mapping[str, Any]) -> None:
-        wanted = config.identity()
         if (found := read_config(self.path)) is not None:
             if not self.resume:
                 raise ValueError(f"{self.path} already holds a run; --resume goes on with it")
-            differing = sorted(k for k in wanted if found.identity().get(k) != wanted[k])
-            if differing:
-                raise ValueError(f"{self.path} holds a run with another {', '.join(differing)}")
+            if differing := found.differences(config):
+                raise ValueError(f"{self.path} contains a run with {differing}")
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         for left in [*self.path.glob("*.partial"), *self.checkpoints.glob("*.partial")]:
             left.unlink()  # of a process that was killed while it wrote
@@ -107,7 +105,7 @@ class RunFolder:
 
     def save(self, state: Mapping[str, Any]) -> None:
         name = f"epoch-{state['epoch']:06}-batch-{state['batch']:08}.pt"
-        with whole_file(self.checkpoints / name, checked=True) as partial:
+        with atomic_file(self.checkpoints / name, checked=True) as partial:
             torch.save(dict(state), partial)
         for old in sorted(self.checkpoints.glob("epoch-*.pt"))[:-KEPT]:
             old.unlink(missing_ok=True)
@@ -123,7 +121,7 @@ class RunFolder:
     def finish(self, result: Mapping[str, Any], outputs: Mapping[str, Tensor]) -> None:
         from safetensors.torch import save_file
 
-        with whole_file(self.path / "outputs.safetensors") as partial:
+        with atomic_file(self.path / "outputs.safetensors") as partial:
             save_file({k: v.contiguous() for k, v in outputs.items()}, partial)
         self.log({"final": True, **result})
 
@@ -189,7 +187,7 @@ if hasattr(os, "register_at_fork"):  # a forked reader of images would hold the 
 
 
 @contextmanager
-def whole_file(path: Path, checked: bool = False) -> Iterator[Path]:
+def atomic_file(path: Path, checked: bool = False) -> Iterator[Path]:
     """A name to write to; the file appears under `path` when all of it is there, and not at all otherwise.
 
     checked: the name gains the content's checksum
@@ -211,7 +209,7 @@ def whole_file(path: Path, checked: bool = False) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    with whole_file(path) as partial:
+    with atomic_file(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 

@@ -146,7 +146,7 @@ def _load_others(
     where = str(dataset.train.y.device)
     place = None if root is None else os.fspath(root)
     try:
-        return {spec: data_room.matched(_load(spec, place, where, ()), dataset) for spec in specs}
+        return {spec: data_room.match_inputs(_load(spec, place, where, ()), dataset) for spec in specs}
     except ValueError as error:
         several = f" (of {len(specs)}, since spaces stand between several)" if len(specs) > 1 else ""
         raise ValueError(f"ood{several}: {error}") from None
@@ -165,8 +165,8 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def refuse(config: Config, dataset: data_room.Dataset) -> None:
-    """What would go wrong later goes wrong now, before anything is written."""
+def validate(config: Config, dataset: data_room.Dataset) -> None:
+    """Validate what can be validated before anything is written."""
     total_steps(config, dataset)
     dataset.split(config.evaluate_on)
     if config.augment is not None:
@@ -317,11 +317,11 @@ def train(
     device = distributed.local_device(pick_device(config.device))
     with ExitStack() as stack:
         world = stack.enter_context(distributed.joined(device))
-        dataset = distributed.one_after_the_other(world, lambda: load_data(config, data_root))
+        dataset = distributed.rank0_first(world, lambda: load_data(config, data_root))
         parts = prepare(config, dataset, device, world)
         others = {}
         if config.ood:
-            others = distributed.one_after_the_other(world, lambda: _load_others(config, dataset, data_root))
+            others = distributed.rank0_first(world, lambda: _load_others(config, dataset, data_root))
         folder, watch = None, None
         if out is not None:
             described: dict[str, Any] = {
@@ -331,7 +331,7 @@ def train(
             if distributed.launch() is not None:
                 described["torchrun"] = distributed.launch()
             opened: list[RunFolder] = []
-            distributed.by_the_first(
+            distributed.on_rank0(
                 world,
                 lambda: opened.append(
                     RunFolder(out, config, described, resume or distributed.restarted(described_before(out)))
@@ -404,7 +404,7 @@ def _train(
             if per_step:
                 parts.scheduler.step()
             at.batch = i
-            if watch is not None and i < batches and (wish := watch.look()) != Watch.GO_ON:
+            if watch is not None and i < batches and (wish := watch.poll()) != Watch.GO_ON:
                 _refuse_nonfinite(at, batches, parts.network, folder, world)
                 save()
                 if wish == Watch.STOP:
@@ -421,7 +421,7 @@ def _train(
             row |= evaluation.evaluate(parts.evaluated(world), dataset, config, config.evaluate_on, world)[0]
         if folder is not None:
             folder.log(row | {"seconds": time.perf_counter() - clock_start})
-        wish = Watch.GO_ON if watch is None else watch.look()
+        wish = Watch.GO_ON if watch is None else watch.poll()
         if watch is not None and (wish or (config.checkpoint_every and epoch % config.checkpoint_every == 0)):
             save()
         if watch is not None and wish == Watch.STOP:
@@ -442,7 +442,7 @@ def _train(
     if others and stats is not None:
         result |= evaluation.detection(best, config, outputs, stats, others, world)
     result |= {"seconds": seconds, "epochs": config.epochs, "examples_per_second": at.seen / max(seconds, 1e-9)}
-    distributed.by_the_first(world, lambda: folder.finish(result, outputs) if folder is not None else None)
+    distributed.on_rank0(world, lambda: folder.finish(result, outputs) if folder is not None else None)
     return result
 
 
@@ -505,7 +505,7 @@ class Parts:
         set_model_state_dict(self.network, own.get("network", {}), options=options)
         set_optimizer_state_dict(self.network, self.optimizer, own.get("optimizer", {}), options=options)
         small = ("steps", "scaler", "average")
-        rest = distributed.by_the_first(world, lambda: {k: own[k] for k in small if k in own})
+        rest = distributed.on_rank0(world, lambda: {k: own[k] for k in small if k in own})
         # the groups may be others than those that were saved, since sharded parameters have groups of their own
         at = self.scheduler
         at.last_epoch = rest["steps"]
@@ -526,7 +526,7 @@ def _plain(state: Any) -> Any:
 
 def prepare(config: Config, dataset: data_room.Dataset, device: torch.device, world: World = ALONE) -> Parts:
     """Network, optimiser and schedule at the start of a run, spread over the processes."""
-    refuse(config, dataset)
+    validate(config, dataset)
     _, steps = total_steps(config, dataset)
     if world.size > config.batch_size:
         raise ValueError(
@@ -617,7 +617,7 @@ def _go_on(parts: Parts, folder: RunFolder | None, world: World) -> Position:
         state.update((folder.checkpoint() if folder is not None else None) or {})
         return {f.name: state[f.name] for f in dataclasses.fields(Position)} if state else None
 
-    found = distributed.by_the_first(world, read)
+    found = distributed.on_rank0(world, read)
     if found is None:
         return Position()
     try:

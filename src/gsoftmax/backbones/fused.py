@@ -33,8 +33,8 @@ try:
     import triton
     import triton.language as tl
 
-    from ..kernels import launching, transformed
-    from ..kernels.triton_ce import ROOT, _bend
+    from ..kernels import launching, under_transform
+    from ..kernels.triton_ce import ROOT, gaussian_term
 except ImportError:  # no Triton: `usable` says so
     triton = None
 
@@ -51,7 +51,7 @@ _WIDE: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": True}
 @_jit
 def _distribution(h):
     """Phi(h), to 1e-7, and h * ROOT, whose negative square is the exponent of phi in base 2."""
-    w, u = _bend(h, 0.0, ROOT, 0.5, -0.9999998807907104, 7)
+    w, u = gaussian_term(h, 0.0, ROOT, 0.5, -0.9999998807907104, 7)
     return tl.where(h < -5.5, 0.0, w + 0.5), u  # w stops falling there
 
 
@@ -413,10 +413,10 @@ def usable(x: Tensor) -> bool:
     >>> usable(torch.zeros(2, 3, 4, 4))
     False
     """
-    if triton is None or torch.compiler.is_compiling() or transformed():
+    if triton is None or torch.compiler.is_compiling() or under_transform():
         return False
     return (
-        not launching.elsewhere(x)
+        not launching.unsupported_device(x)
         and x.dtype in launching.DTYPES
         and x.dim() == 4
         and x.numel() > 0

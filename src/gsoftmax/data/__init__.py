@@ -59,7 +59,7 @@ __all__ = [
     "describe",
     "eval_batches",
     "load",
-    "matched",
+    "match_inputs",
     "num_batches",
     "train_batches",
     "write_smoke",
@@ -128,10 +128,10 @@ def _between(
         raise ValueError(f"{name} must be {'above' if open_left else 'at least'} {low}{upper}, got {value!r}")
 
 
-def matched(other: Dataset, like: Dataset) -> Dataset:
+def match_inputs(other: Dataset, like: Dataset) -> Dataset:
     """`other` with inputs as the network of `like` is given them: its size, channels, mean and deviation.
 
-    >>> matched(load("digits"), load("digits-mosaic")).input_shape
+    >>> match_inputs(load("digits"), load("digits-mosaic")).input_shape
     (1, 16, 16)
     """
     if (other.kind == "table") != (like.kind == "table"):

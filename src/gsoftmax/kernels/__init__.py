@@ -119,7 +119,7 @@ def cross_entropy(
 
 
 # Kinds of calls whose arguments were checked once and which then went to a GPU's kernels.  What is checked, and what
-# the kernels are chosen by, is in a kind, but for the state that `repeated` looks at.
+# the kernels are chosen by, is in a kind, but for the state that `cached_call` looks at.
 _checked: dict[Any, Any] = {}
 
 
@@ -133,11 +133,11 @@ def _kind(
     )  # fmt: skip
 
 
-def repeated(
+def cached_call(
     x: Tensor, target: Tensor, mu: Any, sigma: Any, lam: Any, ignore_index: int, reduction: str, label_smoothing: float
 ) -> Tensor | None:
     """The loss of a call like one before, on a GPU, where checking takes as long as launching; else None."""
-    if not _checked or torch.compiler.is_compiling() or transformed():
+    if not _checked or torch.compiler.is_compiling() or under_transform():
         return None
     try:
         found = _checked.get(_kind(x, target, mu, sigma, lam, ignore_index, reduction, label_smoothing))
@@ -353,7 +353,7 @@ def _no_fused(x: Tensor, target: Tensor, mu: Tensor, sigma: Tensor, weight: Tens
     """Why only the plain formula will do, in words; empty when a fused path can be taken."""
     if torch.compiler.is_compiling():
         return "torch.compile fuses the plain formula itself"
-    if transformed():
+    if under_transform():
         return "torch.func, forward-mode or tracing is at work"
     cpu = x.is_cpu
     for v in (x, target, mu, sigma) if weight is None else (x, target, mu, sigma, weight):
@@ -372,7 +372,7 @@ def _no_fused(x: Tensor, target: Tensor, mu: Tensor, sigma: Tensor, weight: Tens
     return "x is empty" if x.numel() == 0 else ""
 
 
-def transformed() -> bool:
+def under_transform() -> bool:
     """Whether operations mean something else than usual just now: torch.func, forward mode, tracing."""
     return (
         torch._C._are_functorch_transforms_active()

@@ -32,7 +32,7 @@ def _trial_kernel(out):  # type: ignore[no-untyped-def]
 INTERPRETED = not isinstance(_trial_kernel, triton.runtime.JITFunction)
 
 
-def elsewhere(x: Tensor) -> str:
+def unsupported_device(x: Tensor) -> str:
     """Why no kernel runs where x is, in a few words; "" where they do."""
     if not x.is_cuda:
         return "" if INTERPRETED and x.device.type == "cpu" else f"x is on {x.device.type}, not on a GPU"
@@ -52,7 +52,7 @@ def cannot_run(device: torch.device) -> str:
     except Exception as error:  # each of these fails in a way of its own
         first = next(iter(str(error).splitlines()), type(error).__name__)
         why = f"Triton cannot run kernels on {device}: {first}"
-        warnings.warn(f"{why}; slower ways are taken instead", stacklevel=2)
+        warnings.warn(f"{why}; falling back to a slower implementation", stacklevel=2)
         return why
     return ""
 

@@ -43,7 +43,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import equations
-from . import transformed
+from . import under_transform
 from .launching import (
     DTYPES,
     TYPES,
@@ -51,12 +51,12 @@ from .launching import (
     Plan,
     calls,
     cdiv,
-    elsewhere,
     launch,
     on_its_device,
     power_of_2,
     processors,
     remember,
+    unsupported_device,
 )
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -68,7 +68,7 @@ T_MAX = tl.constexpr(4.7)
 # 1 / sigma must not overflow.
 SIGMA_MIN = tl.constexpr(1e-30)
 
-# The constants of the polynomials in `_bend`, by degree; the errors of Phi are 3.2e-7, 1.4e-7 and 8e-8.
+# The constants of the polynomials in `gaussian_term`, by degree; the errors of Phi are 3.2e-7, 1.4e-7 and 8e-8.
 P_0 = {5: -1.0000008344650269, 6: -0.9999997019767761, 7: -0.9999998807907104}
 # exp2(+-lam / 2), summed over all classes, must stay within float32.
 LAM_MAX = 100.0
@@ -80,7 +80,7 @@ _NAMES = ("x", "target", "mu", "sigma", "weight")
 
 
 @triton.jit
-def _bend(x, mu, r, half, c0, DEGREE: tl.constexpr):
+def gaussian_term(x, mu, r, half, c0, DEGREE: tl.constexpr):
     """log2(e) * lam * (Phi(u) - 1/2), which the distribution term adds to x in base 2, and u * ROOT.
 
     r = ROOT / sigma, half = log2(e) * lam / 2, c0 = P(0) + log2(2 * half).
@@ -148,7 +148,7 @@ def _finish(
         if GAUSS:
             mt = tl.load(mu + t, mask=known, other=0.0)
             rt = 1.0 / tl.maximum(tl.load(sigma + t, mask=known, other=1.0), SIGMA_MIN) * ROOT
-            w, _ = _bend(xt, mt, rt, half, c0, DEGREE)
+            w, _ = gaussian_term(xt, mt, rt, half, c0, DEGREE)
             zt += w
         if WEIGHT:
             share = tl.load(weight + t, mask=known, other=0.0).to(tl.float32)
@@ -204,7 +204,7 @@ def _forward_rows(
         # Where all classes of the tile are masked, -inf - -inf would be NaN.
         z = xs - tl.where(top == float("-inf"), 0.0, top)[:, None]
         if GAUSS:
-            w, _ = _bend(xs, m, r, half, c0, DEGREE)
+            w, _ = gaussian_term(xs, m, r, half, c0, DEGREE)
             z = tl.fma(z, LOG2E, w)
         else:
             z = z * LOG2E
@@ -376,7 +376,7 @@ def _backward_rows(
         a *= tl.load(stats + N + rows, mask=ok, other=0.0)
         z = xs - top[:, None]
         if GAUSS:
-            w, u = _bend(xs, m, r, half, c0, DEGREE)
+            w, u = gaussian_term(xs, m, r, half, c0, DEGREE)
             z = tl.fma(z, LOG2E, w)
         else:
             z = z * LOG2E
@@ -802,9 +802,9 @@ def supported(
 ) -> str:
     """Why these kernels can't take a call, in a few words; "" where they can."""
     eager = not torch.compiler.is_compiling()
-    if eager and transformed():
+    if eager and under_transform():
         return "torch.func, forward-mode or tracing is at work"
-    if why := elsewhere(x):
+    if why := unsupported_device(x):
         return why
     if x.dtype not in DTYPES:
         return f"x is {x.dtype}"

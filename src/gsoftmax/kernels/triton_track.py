@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import transformed
+from . import under_transform
 from .launching import (
     DTYPES,
     TYPES,
@@ -33,12 +33,12 @@ from .launching import (
     Plan,
     calls,
     cdiv,
-    elsewhere,
     launch,
     on_its_device,
     power_of_2,
     processors,
     remember,
+    unsupported_device,
 )
 from .triton_ce import _along
 
@@ -130,7 +130,13 @@ def _parts(v: float) -> tuple[float, float]:
 
 def supported(x: Tensor, target: Tensor | None, mu: Tensor, rho: Tensor) -> bool:
     """Whether `track` can take x, (rows, classes) or with more dimensions after the classes, and its labels."""
-    if torch.compiler.is_compiling() or transformed() or elsewhere(x) or x.dtype not in DTYPES or x.numel() == 0:
+    if (
+        torch.compiler.is_compiling()
+        or under_transform()
+        or unsupported_device(x)
+        or x.dtype not in DTYPES
+        or x.numel() == 0
+    ):
         return False
     classes = x.shape[min(1, x.ndim - 1)]
     rows = x.numel() // classes

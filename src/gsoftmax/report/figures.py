@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .. import measures
-from ..runs import whole_file
+from ..runs import atomic_file
 from .colours import GREY, colours
 
 FORMATS = ("svg", "png", "pdf")
@@ -47,7 +47,7 @@ def write(
         for name, figure in figures(doc, c=c).items():
             for kind in formats if names is None or name in names else ():
                 path = out / f"{name}.{kind}"
-                with whole_file(path) as partial:
+                with atomic_file(path) as partial:
                     figure.savefig(partial, format=kind, metadata=metadata[kind], bbox_inches="tight")
                 paths.append(path)
     return paths
@@ -263,7 +263,7 @@ def calibration(doc: Mapping[str, Any]) -> Any:
         full = total > 0
         x, y = (part.sum(0)[full] / total[full] for part in sums)
         axis.plot(x, y, marker=_SHAPES[k % len(_SHAPES)], color=paint[head], ms=4, lw=1.4, label=_text(head))
-    axis.set(xlabel="confidence", ylabel="share that was right", xlim=(0, 1.02), ylim=(-0.02, 1.02))
+    axis.set(xlabel="confidence", ylabel="accuracy", xlim=(0, 1.02), ylim=(-0.02, 1.02))
     axis.legend(fontsize=8)
     return figure
 

@@ -217,7 +217,7 @@ def calibration(colours: Mapping[str, str]) -> Spec:
     """Reliability diagram: how often a confidence was right."""
     place = {
         "x": _x("confidence", "confidence", scale={"domain": [0, 1]}, axis=_FEW),
-        "y": _y("right", "share that was right", scale={"domain": [0, 1]}),
+        "y": _y("right", "accuracy", scale={"domain": [0, 1]}),
     }
     line: Spec = {"mark": {"type": "line", "strokeDash": [4, 3], "color": _LINE}}
     diagonal = {"data": {"values": [{"confidence": 0, "right": 0}, {"confidence": 1, "right": 1}]}, **line}
