@@ -148,8 +148,10 @@ def attached_loss(
                 "so put the criterion on what its forward returns"
             )
         del head.forward  # which the loss may need
-        loss = head.loss(h, target, **options)
-        head.forward = loss_instead  # type: ignore[assignment, method-assign]
+        try:
+            loss = head.loss(h, target, **options)
+        finally:
+            head.forward = loss_instead  # type: ignore[assignment, method-assign]
         taken.append((h.detach(), loss))
         shape = (*h.shape[:-1], head.out_features) if head.form is None else (len(h), *_per_example(head))
         return loss.sum().expand(shape)
@@ -163,7 +165,7 @@ def attached_loss(
         else:
             model(inputs)
     finally:
-        vars(head).pop("forward", None)
+        del head.forward
     if len(taken) != 1:
         raise ValueError(
             f"forward of {type(model).__name__} called its head {len(taken)} times where attached_loss needs exactly "
