@@ -451,6 +451,7 @@ def test_attached_loss_leaves_the_model_whole_after_an_error():
     assert model(torch.randn(2, 8)).shape == (2, CLASSES)
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 10), reason="Dynamo of torch 2.9 does not see a forward that was replaced")
 def test_attached_loss_compiles():
     torch.compiler.reset()
     model = attach(mlp(), "lsoftmax", 4)
