@@ -148,10 +148,8 @@ def attached_loss(
                 "so put the criterion on what its forward returns"
             )
         del head.forward  # which the loss may need
-        try:
-            loss = head.loss(h, target, **options)
-        finally:
-            head.forward = loss_instead  # type: ignore[assignment, method-assign]
+        loss = head.loss(h, target, **options)
+        head.forward = loss_instead  # type: ignore[assignment, method-assign]
         taken.append((h.detach(), loss))
         shape = (*h.shape[:-1], head.out_features) if head.form is None else (len(h), *_per_example(head))
         return loss.sum().expand(shape)
@@ -165,7 +163,7 @@ def attached_loss(
         else:
             model(inputs)
     finally:
-        del head.forward
+        vars(head).pop("forward", None)
     if len(taken) != 1:
         raise ValueError(
             f"forward of {type(model).__name__} called its head {len(taken)} times where attached_loss needs exactly "
