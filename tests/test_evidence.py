@@ -37,6 +37,10 @@ def test_the_words_above_the_tables_say_what_the_rows_say():
     told = -of["imbalance-again", "softmax, adjusted", "error"].difference
     added = of["imbalance-adjusted", "G λ=4 (0, 1), adjusted", "error"]
     mosaic = [of["mosaic", "G λ=4, paired, chosen", metric] for metric in ("C_F1_mean", "O_F1", "mAP")]
+    geometry = {d.metric: (d.reference, d.reference + d.test.difference) for d in tables.differences(*found["cifar10"])
+                if d.setting == "G λ=1 (0, 1)"}  # fmt: skip
+    sigma = [1 / v for v in geometry["compactness"]]
+    gap = [s / r for s, r in zip(sigma, geometry["relative_sigma"], strict=True)]  # to the nearest impostor
     steps = [v["ratio"] for head, v in tables.read_cost()["heads"].items() if head.startswith("G ")]
     assert added.low < 0 < added.high and mosaic[2].low < 0 < mosaic[2].high and {n.n for n in mosaic} == {20}
     assert chosen.n == 100 and f"{mosaic[0].difference:.1f}" == f"{mosaic[1].difference:.1f}"
@@ -50,6 +54,12 @@ def test_the_words_above_the_tables_say_what_the_rows_say():
         f"{of['scene', 'G λ=16, paired, chosen', 'mAP'].difference:.1f} points of mAP on `scene` with λ = 16",
         f"no difference in mAP, and {mosaic[0].difference:.1f} points of the F1s with λ = 4",
         f"NLL (by {min(nll):.3f} to {max(nll):.3f}) and ECE (by {min(ece):.1f} to {max(ece):.1f} points)",
+        f"the deviation is {100 * (1 - sigma[1] / sigma[0]):.0f} % smaller",
+        "(compactness {1:.2f} instead of {0:.2f})".format(*geometry["compactness"]),
+        f"nearest impostor is {100 * (1 - gap[1] / gap[0]):.0f} % smaller ({gap[1]:.1f} instead of {gap[0]:.1f})",
+        "relative σ rises from {:.3f} to {:.3f}".format(*geometry["relative_sigma"]),
+        "d′ falls from {:.2f} to {:.2f}".format(*geometry["dprime"]),
+        "from {:.1f} to {:.1f}".format(*geometry["separability"]),
         f"`cifar10-fast` is {100 * (1 - max(steps)):.0f} % shorter",
     )
     page = " ".join((tables.PAGES[0]).read_text("utf-8").split())

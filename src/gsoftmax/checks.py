@@ -56,7 +56,7 @@ def check_lam(lam: float) -> float:
 
 def as_gaussians(x: Tensor, mu: Tensor | float, sigma: Tensor | float, lam: float = 1.0) -> tuple[Tensor, Tensor]:
     """mu and sigma as (C,) tensors in the dtype the arithmetic on x is done in."""
-    return as_gaussians_for(x.shape[1 if x.ndim > 1 else 0], x.dtype, x.device, mu, sigma, lam)
+    return as_gaussians_for(x.shape[class_dim(x)], x.dtype, x.device, mu, sigma, lam)
 
 
 def as_gaussians_for(

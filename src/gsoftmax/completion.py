@@ -145,9 +145,7 @@ def _keys() -> tuple[dict[str, str], dict[str, Offer]]:
 
 
 def _datasets() -> list[str]:
-    from .data import describe
-
-    return [info.name.removesuffix("PATH").removesuffix("DATASET)") for info in describe()]
+    return [info.name.removesuffix("PATH").removesuffix("DATASET)") for info in catalog.DATASETS]
 
 
 def _recipes() -> dict[str, tuple[str, bool]]:

@@ -85,7 +85,7 @@ def paired(a: ArrayLike, b: ArrayLike, confidence: float = 0.95) -> Paired:
 def paired_from_moments(n: int, mean: float, sd: float, confidence: float = 0.95, dropped: int = 0) -> Paired:
     """`paired` from the number, mean and standard deviation (dividing by n - 1) of the differences.
 
-    >>> paired_from_moments(4, 0.5, 0.408248).t.__round__(4)
+    >>> round(paired_from_moments(4, 0.5, 0.408248).t, 4)
     2.4495
     """
     nan = math.nan

@@ -48,15 +48,8 @@ def check_head(
     if multilabel:
         options.setdefault("form", "paired")
     case = _Case(head, name, in_features, num_classes, multilabel, options)
-    broken: list[str] = []
-    for check in _CHECKS:
-        if broken and check is _probabilities:  # the shapes are wrong: the rest would only repeat it
-            break
-        try:
-            broken += check(case)
-        except Exception as error:  # whatever a foreign class does
-            first = (str(error).splitlines() or [""])[0]
-            broken.append(f"{name} failed the check of {_title(check)}: {type(error).__name__}: {first}")
+    # Where the shapes are wrong, the other checks would only repeat it.
+    broken = _broken(_shapes, case) or [line for check in _CHECKS for line in _broken(check, case)]
     if broken:
         raise AssertionError("\n".join(dict.fromkeys(broken)))
 
@@ -81,8 +74,14 @@ class _Case:
 Check = Callable[[_Case], Iterator[str]]
 
 
-def _title(check: Check) -> str:
-    return check.__name__.strip("_").replace("_", " ")
+def _broken(check: Check, case: _Case) -> list[str]:
+    """A line for every promise that a check finds broken."""
+    try:
+        return list(check(case))
+    except Exception as error:  # whatever a foreign class does
+        title = check.__name__.strip("_").replace("_", " ")
+        first = (str(error).splitlines() or [""])[0]
+        return [f"{case.name} failed the check of {title}: {type(error).__name__}: {first}"]
 
 
 def _shapes(case: _Case) -> Iterator[str]:
@@ -216,7 +215,6 @@ def _options_of_the_loss(case: _Case) -> Iterator[str]:
 
 
 _CHECKS: tuple[Check, ...] = (
-    _shapes,
     _probabilities,
     _single_rows,
     _gradients,

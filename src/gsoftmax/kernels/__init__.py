@@ -172,20 +172,9 @@ def linear_cross_entropy(
         checks.check_cross_entropy(x, target, class_weight, ignore_index, reduction, label_smoothing)
         return cross_entropy(x, target, mu, sigma, lam, class_weight, ignore_index, reduction, label_smoothing, impl)
     return linear.linear_cross_entropy(
-        h,
-        weight,
-        bias,
-        target,
-        mu,
-        sigma,
-        lam,
-        class_weight,
-        ignore_index,
-        reduction,
-        label_smoothing,
-        path,
+        h, weight, bias, target, mu, sigma, lam, class_weight, ignore_index, reduction, label_smoothing, path,
         target_logit,
-    )
+    )  # fmt: skip
 
 
 class _Fused(torch.autograd.Function):

@@ -57,8 +57,6 @@ def write(
 
     name: the class that figures of one class show (the first, if not given).
     """
-    from . import page
-
     out = Path(out)
     for word, known, asked in (("tables", table_room.FORMATS, tables), ("figures", figure_room.FORMATS, figures)):
         unknown = sorted(set(asked) - set(known))
