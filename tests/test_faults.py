@@ -168,7 +168,7 @@ def test_a_row_that_was_cut_off_does_not_count(undisturbed, tmp_path):
 
 def test_a_second_run_in_the_folder_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code = "import sys; from gsoftmax.runs import locked; from pathlib import Path\n"
+    code = "import sys; from gsoftmax.files import locked; from pathlib import Path\n"
     code += "with locked(Path('run')): print('held', flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as holder:
         assert holder.stdout.readline() == "held\n"

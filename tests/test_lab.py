@@ -87,7 +87,7 @@ def test_every_recipe_is_valid_and_every_row_is_there():
     wide = find("wrn-cifar10-gsoftmax").config()
     assert (wide.backbone, wide.batch_size, wide.head_options["lam"]) == ("wrn-40-14", 128, 0.5)
     assert find("nuswide-gsoftmax(0,2)").config().head_options == {"lam": 1.0, "lr_mult": 100, "sigma": 2}
-    with pytest.raises(ValueError, match="unknown recipe 'wrn-cifar10'; nearest: wrn-cifar10"):
+    with pytest.raises(ValueError, match="unknown recipe 'wrn-cifar10', did you mean 'wrn-cifar10"):
         find("wrn-cifar10")
 
 

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from scipy.special import expit, softmax
 
-from gsoftmax import evaluation, geometry, report, runs
+from gsoftmax import evaluation, files, geometry, report, runs
 from gsoftmax.config import Config, parse_head
 from gsoftmax.functional import gsoftmax
 from gsoftmax.report import figures, page, pictures, tables
@@ -224,7 +224,7 @@ def test_a_page_of_many_classes_stays_small_and_says_what_it_leaves_out(tmp_path
 
 def test_files_are_utf_8_in_every_locale(tmp_path, monkeypatch):
     monkeypatch.setattr(io, "text_encoding", lambda encoding, level=2: encoding or "ascii")  # as of LC_ALL=C
-    runs.write_atomically(tmp_path / "page.html", "größer ±")
+    files.atomic_write(tmp_path / "page.html", "größer ±")
     assert (tmp_path / "page.html").read_bytes() == "größer ±".encode()
 
 

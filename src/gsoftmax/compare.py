@@ -24,7 +24,8 @@ import torch
 from . import measures
 from .config import Config, parse_head
 from .distributed import Stopped
-from .runs import folder_name, locked, read_config, read_result
+from .files import locked
+from .runs import folder_name, read_config, read_result
 from .summary import summarise
 from .train import build, build_optimizer, build_schedule, load_data, pick_device, train, validate
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from .messages import unknown
 
 SCHEDULES = ("constant", "linspace", "logspace", "staircase", "malleable")
 AMP = ("off", "bf16", "fp16")
@@ -130,9 +131,7 @@ class Config:
             if dot and not inner:
                 raise ValueError(f"a name must follow the dot, got {key!r}")
             if name not in known:
-                close = difflib.get_close_matches(name, known, 1)
-                hint = f", did you mean {close[0]!r}" if close else ""
-                raise ValueError(f"unknown key {name!r}{hint}; keys are {', '.join(sorted(known))}")
+                raise ValueError(f"{unknown('key', name, known)}; keys are {', '.join(sorted(known))}")
             if inner:
                 held = new.get(name, getattr(self, name))
                 if not isinstance(held, dict):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from .runs import first_line
+from .messages import first_line
 
 T = TypeVar("T")
 

@@ -9,18 +9,14 @@ over, with a warning, for the one before it.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import platform
 import re
 import shlex
-import shutil
-import socket
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +25,8 @@ from torch import Tensor
 
 from ._version import __version__
 from .config import Config
+from .files import atomic_file, atomic_write, checksum, locked
+from .messages import first_line
 
 KEPT = 2  # checkpoints
 
@@ -72,8 +70,8 @@ class RunFolder:
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         for left in [*self.path.glob("*.partial"), *self.checkpoints.glob("*.partial")]:
             left.unlink()  # of a process that was killed while it wrote
-        write_atomically(self.path / "environment.json", json.dumps(environment() | dict(described), indent=2))
-        write_atomically(self.path / "config.json", json.dumps(dataclasses.asdict(config), indent=2))
+        atomic_write(self.path / "environment.json", json.dumps(environment() | dict(described), indent=2))
+        atomic_write(self.path / "config.json", json.dumps(dataclasses.asdict(config), indent=2))
 
     def newest(self) -> Path | None:
         """The newest checkpoint that is there, damaged or not."""
@@ -84,7 +82,7 @@ class RunFolder:
         state = self._state() if self.resume else None
         done = 0 if state is None else state["epoch"]
         rows = [row for row in read_rows(self.path) if "final" not in row and row["epoch"] <= done]
-        write_atomically(self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        atomic_write(self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
         self._board = _tensorboard(self.path / "tensorboard", None if state is None else done + 1)
         return state
 
@@ -135,84 +133,6 @@ def _tensorboard(folder: Path, purge: int | None) -> Any:
     return SummaryWriter(str(folder), purge_step=purge)
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """One process at a time works in a folder; a second one is refused.  The lock dies with its process.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder, locked(Path(folder)), locked(Path(folder)):
-    ...     pass
-    Traceback (most recent call last):
-    BlockingIOError: ... is in use by process ...
-    """
-    try:
-        import fcntl
-    except ImportError:  # no such locks on this system
-        folder.mkdir(parents=True, exist_ok=True)
-        yield
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / ".lock"
-    while True:
-        file = open(path, "a+")  # noqa: SIM115 - open as long as the lock is held
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-            file.close()
-            raise BlockingIOError(f"{folder} is in use by {holder}") from None
-        except OSError:  # a file system without locks
-            break
-        # The one before may have removed the file between our opening it and our locking it.
-        with suppress(FileNotFoundError):
-            if os.fstat(file.fileno()).st_ino == path.stat().st_ino:
-                break
-        file.close()
-    _locks.add(file)
-    try:
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        _locks.discard(file)
-        file.close()
-
-
-_locks: set[Any] = set()
-if hasattr(os, "register_at_fork"):  # a forked reader of images would hold the lock of a parent that was killed
-    os.register_at_fork(after_in_child=lambda: [file.close() for file in _locks])
-
-
-@contextmanager
-def atomic_file(path: Path, checked: bool = False) -> Iterator[Path]:
-    """A name to write to; the file appears under `path` when all of it is there, and not at all otherwise.
-
-    checked: the name gains the content's checksum
-    """
-    partial = path.with_name(path.name + ".partial")
-    try:
-        yield partial
-        with open(partial, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(partial, path.with_name(f"{path.stem}-{checksum(partial)}{path.suffix}") if checked else path)
-    except OSError:
-        raise
-    except Exception as error:  # torch and safetensors wrap what the system said in words of their own
-        full = shutil.disk_usage(path.parent).free < 2**20
-        reason = "no space left on the disk" if full else first_line(error)
-        raise OSError(f"{path} cannot be written: {reason}") from error
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    with atomic_file(path) as partial:
-        partial.write_text(text, encoding="utf-8")
-
-
 def folder_name(head: str) -> str:
     """A head's folder from how it was written.
 
@@ -220,20 +140,6 @@ def folder_name(head: str) -> str:
     'gsoftmax-lam=4-gaussians=tracked'
     """
     return re.sub(r"-+", "-", re.sub(r"[^\w.=+-]+", "-", head)).strip("-")
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def checksum(path: Path) -> str:
-    """Half of a file's SHA-256: 128 bits."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()[:32]
 
 
 def _refuse_file(path: Path) -> None:

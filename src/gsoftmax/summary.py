@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from . import measures, significance
-from .runs import folder_name, read_result, write_atomically
+from .files import atomic_write
+from .runs import folder_name, read_result
 from .tables import Cell, Shown, Table, p_value, plus_minus, signed
 
 __all__ = ["PAIRED", "correct", "differences", "means", "paired_cells", "summarise", "summary_of", "verdicts"]
@@ -30,7 +31,7 @@ def summarise(out: str | os.PathLike[str], heads: Sequence[str], seeds: Sequence
         h: [read_result(Path(out) / folder_name(h) / f"seed-{s}") for s in seeds] for h in heads
     }
     summary = summary_of(results, seeds)
-    write_atomically(Path(out) / "summary.json", json.dumps(summary, indent=2))
+    atomic_write(Path(out) / "summary.json", json.dumps(summary, indent=2))
     return summary
 
 

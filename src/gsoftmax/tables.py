@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .runs import write_atomically
+from .files import atomic_write
 
 __all__ = [
     "FORMATS",
@@ -132,11 +132,11 @@ def write(
             for table in csv_tables or tables:
                 slug = re.sub(r"[^a-z0-9]+", "-", table.title.lower()).strip("-")[:60] or "table"
                 path = folder / f"{slug}.csv"
-                write_atomically(path, table.csv())
+                atomic_write(path, table.csv())
                 paths.append(path)
         else:
             path = out / f"tables.{kind}"
-            write_atomically(path, "\n\n".join(ways[kind](table) for table in tables) + "\n")
+            atomic_write(path, "\n\n".join(ways[kind](table) for table in tables) + "\n")
             paths.append(path)
     return paths
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import functools
 import gc
 import importlib.util
@@ -35,7 +34,8 @@ from .data.seeded import mix
 from .distributed import ALONE, Stopped, Watch, World
 from .gaussians import param_groups
 from .heads import HEADS, LSoftmaxHead
-from .runs import RunFolder, described_before, first_line
+from .messages import first_line, unknown
+from .runs import RunFolder, described_before
 
 
 class Diverged(RuntimeError):
@@ -94,9 +94,7 @@ def find_head(name: str) -> type[nn.Module]:
         return HEADS[name]
     module, colon, attribute = name.partition(":")
     if not colon:
-        close = difflib.get_close_matches(name, HEADS, 1)
-        hint = f", did you mean {close[0]!r}" if close else ""
-        raise ValueError(f"unknown head {name!r}{hint}; heads are {', '.join(HEADS)} or package.module:ClassName")
+        raise ValueError(f"{unknown('head', name, HEADS)}; heads are {', '.join(HEADS)} or package.module:ClassName")
     here, added = os.getcwd(), os.getcwd() not in sys.path
     if added:
         sys.path.append(here)  # last, as `python -m gsoftmax` would have it first: a module of one's own is found here
@@ -278,9 +276,7 @@ def build_optimizer(config: Config, network: Network) -> torch.optim.Optimizer:
     found = {n.lower(): c for n, c in vars(torch.optim).items() if isinstance(c, type) and n != "Optimizer"}
     cls = found.get(config.optimizer.lower())
     if cls is None:
-        close = difflib.get_close_matches(config.optimizer.lower(), found, 1)
-        hint = f", did you mean {close[0]!r}" if close else ""
-        raise ValueError(f"unknown optimizer {config.optimizer!r}{hint}")
+        raise ValueError(unknown("optimizer", config.optimizer.lower(), found))
     options = dict(config.optimizer_options)
     accepted = inspect.signature(cls).parameters
     for key in ("momentum", "nesterov"):

@@ -6,7 +6,6 @@ The files beside this one hold them: `tableN.yaml` every row of the paper's tabl
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from importlib import resources
 from typing import Any
 
 from ..config import Config
+from ..messages import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,4 @@ def find(name: str) -> Recipe:
     """The recipe called `name`, or an error that names the nearest."""
     if name in recipes():
         return recipes()[name]
-    close = difflib.get_close_matches(name, recipes(), 3, 0.4)
-    hint = f"; nearest: {', '.join(close)}" if close else ""
-    raise ValueError(f"unknown recipe {name!r}{hint}; `gsoftmax recipes` lists them")
+    raise ValueError(f"unknown recipe {name!r}{did_you_mean(name, recipes(), 3, 0.4)}; `gsoftmax recipes` lists them")

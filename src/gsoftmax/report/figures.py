@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .. import measures
-from ..runs import atomic_file
+from ..files import atomic_file
 from .colours import GREY, colours
 
 FORMATS = ("svg", "png", "pdf")

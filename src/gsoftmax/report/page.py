@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import measures
-from ..runs import write_atomically
+from ..files import atomic_write
 from ..significance import ALPHA
 from ..summary import PAIRED, differences, means
 from ..tables import Shown, Table
@@ -44,7 +44,7 @@ def write(doc: Document, out: str | os.PathLike[str]) -> Path:
     path = Path(out) / "report.html"
     text = render(doc)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, text)
+    atomic_write(path, text)
     return path
 
 

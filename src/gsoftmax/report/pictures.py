@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from ..runs import write_atomically
+from ..files import atomic_write
 from . import figures
 from .data import Document, from_runs
 
@@ -27,7 +27,7 @@ def refresh(runs: str, results: Path = RESULTS) -> Path:
     small["geometry"] = [{k: v for k, v in g.items() if k != "nearest"} | {"nearest": []} for g in doc["geometry"]]
     small["environment"] = {k: doc["environment"].get(k) for k in ("gsoftmax", "torch", "python", "processor", "gpu")}
     results.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(results, json.dumps(small, ensure_ascii=False, separators=(",", ":")) + "\n")
+    atomic_write(results, json.dumps(small, ensure_ascii=False, separators=(",", ":")) + "\n")
     return results
 
 

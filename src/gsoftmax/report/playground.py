@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ..runs import write_atomically
+from ..files import atomic_write
 from .page import playground
 
 
 def main(path: str = "docs/playground.html") -> Path:
     out = Path(path)
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(out, playground())
+    atomic_write(out, playground())
     return out
 
 
