@@ -28,6 +28,7 @@ from torch import Tensor
 
 from benchmarks.common import interleaved, provenance, table, verdict, write
 from gsoftmax import functional
+from gsoftmax.checks import Options
 
 GIB = 2**30
 # rows, classes, dtype, most allowed time over the fastest plain cross entropy, least share of copy bandwidth
@@ -223,7 +224,7 @@ def kernel_times(clock: Clock, n: int, c: int, dtype: torch.dtype) -> list[float
     from gsoftmax.kernels import triton_ce
 
     x, target, mu, sigma = (v.detach() for v in data(n, c, dtype))
-    rest = (1.0, None, -100, "mean", 0.0)
+    rest = (1.0, Options())
     _, stats = triton_ce.forward(x, target, mu, sigma, *rest, dtype)
     grad = torch.ones((), dtype=dtype, device="cuda")
     passes = (
@@ -325,7 +326,7 @@ def parts_of_a_small_call(n: int, c: int) -> None:
     from gsoftmax.kernels import triton_ce
 
     x, target, mu, sigma = data(n, c, torch.float32)
-    rest = (1.0, None, -100, "mean", 0.0)
+    rest = (1.0, Options())
     loss, stats = triton_ce.forward(x.detach(), target, mu, sigma, *rest, torch.float32)
     grad = torch.ones_like(loss)
     kept = functional.gsoftmax_cross_entropy(x, target, mu, sigma)
@@ -497,7 +498,7 @@ def plan_timer(kind: str, n: int, c: int, dtype: torch.dtype) -> Callable[[Any],
     from gsoftmax.kernels import triton_ce
 
     x, target, mu, sigma = (v.detach() for v in data(n, c, dtype))
-    rest = (1.0, None, -100, "mean", 0.0)
+    rest = (1.0, Options())
     loss, stats = triton_ce.forward(x, target, mu, sigma, *rest, torch.float32)
     grad, dx = torch.ones((), device="cuda"), torch.empty_like(x)
     expected = triton_ce.backward(grad, stats, x, target, mu, sigma, *rest, dx=dx)[1].clone()

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from gsoftmax import functional, kernels
+from gsoftmax.checks import Options
 from gsoftmax.functional import gsoftmax_cross_entropy
 from gsoftmax.kernels import chunked, native
 
@@ -271,7 +272,7 @@ def test_every_half_number(compiled: None, monkeypatch: pytest.MonkeyPatch, dtyp
     c = 11  # a whole vector of conversions, and some one by one
     x = every[: len(every) // c * c].view(-1, c)
     target, mu, sigma = torch.arange(len(x)) % c, torch.zeros(c), torch.full((c,), 1e-3)
-    options = (1.0, None, -100, "none", 0.0, True, True)
+    options = (1.0, Options(reduction="none"), True, True)
     half, single = (native.evaluate(v, target, mu, sigma, *options) for v in (x, x.float()))
     for a, b in zip(half, single, strict=True):
         assert torch.equal(a, b.to(a.dtype))
@@ -346,7 +347,7 @@ def test_inputs_stay_untouched(path: str) -> None:
 
 
 def all_of_native(x: Tensor, target: Tensor, mu: Tensor, sigma: Tensor) -> tuple[Tensor, ...]:
-    return native.evaluate(x, target, mu, sigma, 1.0, None, -100, "mean", 0.05, True, True)
+    return native.evaluate(x, target, mu, sigma, 1.0, Options(label_smoothing=0.05), True, True)
 
 
 @pytest.mark.parametrize("isa", (1, 2, 3))
@@ -423,7 +424,7 @@ def test_no_memory_beyond_the_row_is_touched(compiled: None) -> None:
     out = torch.full((8, 20), 77.0)
     try:
         native._empty_like = lambda v: out[1:7, 3:16] if v.ndim == 2 else native_empty_like(v)
-        _, dx, _, _ = native.evaluate(view, target, mu, sigma, 1.3, None, -100, "mean", 0.0, True, True)
+        _, dx, _, _ = native.evaluate(view, target, mu, sigma, 1.3, Options(), True, True)
     finally:
         native._empty_like = native_empty_like
     expected = run("plain", x, target, mu, sigma, dtype=torch.float64)[1]
@@ -511,7 +512,7 @@ def test_no_grad_makes_no_gradient(path: str, monkeypatch: pytest.MonkeyPatch) -
     wanted = []
 
     def watched(*args):
-        wanted.append(args[9:11])
+        wanted.append(args[6:8])
         return evaluate(*args)
 
     evaluate = module.evaluate
@@ -578,7 +579,7 @@ def test_sigma_is_looked_at(path: str) -> None:
     for wrong in (0.0, -1.0, float("nan")):
         sigma[3] = wrong
         with pytest.raises(ValueError, match=f"sigma must be positive, got a minimum of {wrong}"):
-            kernels.cross_entropy(x, target, mu, sigma, 1.0, None, -100, "mean", 0.0, path)
+            kernels.cross_entropy(x, target, mu, sigma, 1.0, Options(), path)
 
 
 def test_explain(compiled: None) -> None:

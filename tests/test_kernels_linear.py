@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gsoftmax import functional
+from gsoftmax.checks import Options
 from gsoftmax.kernels import linear, native
+from gsoftmax.kernels.linear import Linear
 
 N, D, C = 23, 5, 31
 
@@ -38,7 +40,7 @@ def inputs(dtype=torch.float32, kind="index", bias=True):
     return [h, weight, b, mu, sigma], target
 
 
-def exact(values, target, lam, class_weight, ignore_index, reduction, smoothing):
+def exact(values, target, lam, options):
     leaves = [None if v is None else v.detach().double().requires_grad_() for v in values]
     h, weight, bias, mu, sigma = leaves
     # x as the matrix product rounds it: what is tested begins there, and the slope of a small sigma would multiply it
@@ -46,19 +48,22 @@ def exact(values, target, lam, class_weight, ignore_index, reduction, smoothing)
     x = x + (F.linear(*values[:3]).double() - x).detach()
     z = x + lam * torch.special.ndtr((x - mu) / sigma)
     target = target.double() if target.is_floating_point() else target
-    class_weight = None if class_weight is None else class_weight.double()
-    return F.cross_entropy(z, target, class_weight, None, ignore_index, None, reduction, smoothing), leaves
+    class_weight = None if options.weight is None else options.weight.double()
+    return F.cross_entropy(z, target, **options._replace(weight=class_weight)._asdict()), leaves
 
 
-def ours(values, target, *rest):
+DEFAULT = Options()
+
+
+def ours(values, target, lam=1.0, options=DEFAULT, path="chunked", target_logit=None):
     leaves = [None if v is None else v.clone().requires_grad_() for v in values]
-    h, weight, bias, mu, sigma = leaves
-    return linear.linear_cross_entropy(h, weight, bias, target, mu, sigma, *rest), leaves
+    *layer, mu, sigma = leaves
+    return linear.linear_cross_entropy(Linear(*layer, target_logit), target, mu, sigma, lam, options, path), leaves
 
 
-def compare(values, target, rest, path, tolerance):
-    loss, leaves = ours(values, target, *rest, path)
-    loss64, leaves64 = exact(values, target, *rest)
+def compare(values, target, lam, options, path, tolerance):
+    loss, leaves = ours(values, target, lam, options, path)
+    loss64, leaves64 = exact(values, target, lam, options)
     grad = torch.rand(loss.shape).to(loss.dtype) + 0.5
     loss.backward(grad)
     loss64.backward(grad.double())
@@ -86,7 +91,7 @@ def compare(values, target, rest, path, tolerance):
 def test_every_option_against_float64(path, kind, bias, lam, weighted, reduction, smoothing):
     values, target = inputs(kind=kind, bias=bias)
     class_weight = torch.linspace(0.2, 1.5, C) if weighted else None
-    compare(values, target, (lam, class_weight, -100, reduction, smoothing), path, 3e-6)
+    compare(values, target, lam, Options(class_weight, -100, reduction, smoothing), path, 3e-6)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -94,7 +99,7 @@ def test_every_option_against_float64(path, kind, bias, lam, weighted, reduction
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_half_precision(path, dtype, tolerance, reduction):
     values, target = inputs(dtype)
-    compare(values, target, (1.0, None, -100, reduction, 0.0), path, tolerance)
+    compare(values, target, 1.0, Options(reduction=reduction), path, tolerance)
 
 
 class Largest(TorchDispatchMode):
@@ -113,7 +118,7 @@ class Largest(TorchDispatchMode):
 def test_x_never_exists_whole():
     values, target = inputs()
     with Largest() as largest:
-        loss, _ = ours(values, target, 1.0, None, -100, "mean", 0.0, "chunked")
+        loss, _ = ours(values, target)
         loss.backward()
     assert 5 * C <= largest.size <= 3 * 5 * C < N * C  # pure torch has three tables of a chunk's size
 
@@ -128,7 +133,7 @@ def test_chunks_are_even_and_cover_all_rows():
 
 def test_lam_zero_is_plain_softmax():
     values, target = inputs()
-    loss, leaves = ours(values, target, 0.0, None, -100, "mean", 0.0, "chunked")
+    loss, leaves = ours(values, target, 0.0)
     loss.backward()
     h, weight, bias = (v.detach().clone().requires_grad_() for v in values[:3])
     expected = F.cross_entropy(F.linear(h, weight, bias), target)
@@ -146,8 +151,7 @@ def test_a_loss_scale_reaches_float16_before_it_rounds(monkeypatch):
     weight = (1 + torch.randn(classes, 2) / 8).half()
     target = torch.randint(0, classes, (rows,))
     mu, sigma = torch.zeros(classes), torch.ones(classes)
-    rest = (1.0, None, -100, "mean", 0.0, "chunked")
-    loss = linear.linear_cross_entropy(h, weight, None, target, mu, sigma, *rest)
+    loss = linear.linear_cross_entropy(Linear(h, weight), target, mu, sigma, 1.0, Options(), "chunked")
     loss.backward(torch.tensor(4096.0, dtype=torch.float16))
     some = h.detach()[:256].double().requires_grad_()  # rows are alone, and scale and mean cancel
     x = some @ weight.double().t()
@@ -157,22 +161,22 @@ def test_a_loss_scale_reaches_float16_before_it_rounds(monkeypatch):
 
 def test_only_what_is_needed():
     values, target = inputs()
-    rest = (1.0, None, -100, "mean", 0.0, "chunked")
+    rest = (1.0, Options(), "chunked")
     full, leaves = ours(values, target, *rest)
     full.backward()
     for i in range(5):
         some = [v.clone().requires_grad_(i == j) for j, v in enumerate(values)]
-        loss = linear.linear_cross_entropy(*some[:3], target, *some[3:], *rest)
+        loss = linear.linear_cross_entropy(Linear(*some[:3]), target, *some[3:], *rest)
         loss.backward()
         assert torch.equal(loss, full)
         assert [v.grad is not None for v in some] == [i == j for j in range(5)]
         torch.testing.assert_close(some[i].grad, leaves[i].grad)
-    assert not linear.linear_cross_entropy(*values[:3], target, *values[3:], *rest).requires_grad
+    assert not linear.linear_cross_entropy(Linear(*values[:3]), target, *values[3:], *rest).requires_grad
 
 
 def test_a_retained_graph_gives_the_same_twice():
     values, target = inputs()
-    loss, leaves = ours(values, target, 1.0, None, -100, "mean", 0.0, "chunked")
+    loss, leaves = ours(values, target)
     first = [g.clone() for g in torch.autograd.grad(loss, leaves, retain_graph=True)]
     for g in torch.autograd.grad(loss, leaves, retain_graph=True):
         g.zero_()  # whoever gets a gradient may do with it what they like
@@ -189,9 +193,8 @@ def test_first_and_second_derivatives(monkeypatch, reduction):
     leaves = [v.requires_grad_() for v in values]
 
     def loss(h, weight, bias, mu, sigma):
-        return linear.linear_cross_entropy(
-            h, weight, bias, target, mu, sigma, 1.0, None, -100, reduction, 0.1, "chunked"
-        )
+        options = Options(reduction=reduction, label_smoothing=0.1)
+        return linear.linear_cross_entropy(Linear(h, weight, bias), target, mu, sigma, 1.0, options, "chunked")
 
     assert torch.autograd.gradcheck(loss, leaves)
     assert torch.autograd.gradgradcheck(loss, leaves)
@@ -200,7 +203,7 @@ def test_first_and_second_derivatives(monkeypatch, reduction):
 def test_autocast_works_as_in_linear():
     values, target = inputs()
     with torch.autocast("cpu", torch.bfloat16):
-        loss, leaves = ours(values, target, 1.0, None, -100, "mean", 0.0, "chunked")
+        loss, leaves = ours(values, target)
         h, weight, bias, mu, sigma = (v.detach().clone().requires_grad_() for v in values)
         expected = functional.gsoftmax_cross_entropy(F.linear(h, weight, bias), target, mu, sigma, impl="plain")
     assert loss.dtype == expected.dtype == torch.float32
@@ -216,7 +219,7 @@ def test_autocast_works_as_in_linear():
 def test_nothing_counts(path):
     values, target = inputs()
     target[:] = -100
-    loss, leaves = ours(values, target, 1.0, None, -100, "mean", 0.1, path)
+    loss, leaves = ours(values, target, 1.0, Options(label_smoothing=0.1), path)
     loss.backward()
     assert loss.isnan()
     assert all((v.grad == 0).all() for v in leaves)
@@ -226,12 +229,12 @@ def test_nothing_counts(path):
 def test_mistakes_are_named(path):
     values, target = inputs()
     with pytest.raises(ValueError, match=r"weight must have shape \(31,\)"):
-        ours(values, target, 1.0, torch.ones(3), -100, "mean", 0.0, path)
+        ours(values, target, 1.0, Options(torch.ones(3)), path)
     with pytest.raises(ValueError, match="reduction must be one of"):
-        ours(values, target, 1.0, None, -100, "average", 0.0, path)
+        ours(values, target, 1.0, Options(reduction="average"), path)
     target[20] = 31
     with pytest.raises(ValueError, match="target must lie between 0 and 30 .* got 31"):
-        ours(values, target, 1.0, None, -100, "mean", 0.0, path)
+        ours(values, target, 1.0, Options(), path)
 
 
 # ------------------------------------------------------------------------------------------------------------ a margin
@@ -296,12 +299,12 @@ def test_the_logits_of_a_margin_never_exist_whole():
     values, target = inputs(bias=False)
     own = torch.randn(N, requires_grad=True)
     with Largest() as largest:
-        loss, _ = ours(values, target, 0.0, None, -100, "mean", 0.0, "chunked", own)
+        loss, _ = ours(values, target, 0.0, target_logit=own)
         loss.backward()
     assert 5 * C <= largest.size <= 3 * 5 * C < N * C and own.grad.count_nonzero() == N - 1  # one row does not count
     h, weight, _, mu, sigma = values  # which need no gradient now
-    rest = (mu, sigma, 0.0, None, -100, "mean", 0.0, "chunked", own)
-    (alone,) = torch.autograd.grad(linear.linear_cross_entropy(h, weight, None, target, *rest), own)
+    loss = linear.linear_cross_entropy(Linear(h, weight, None, own), target, mu, sigma, 0.0, Options(), "chunked")
+    (alone,) = torch.autograd.grad(loss, own)
     assert torch.equal(alone, own.grad)
 
 

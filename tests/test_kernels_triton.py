@@ -23,6 +23,7 @@ if INSIDE:
     import triton.language as tl
 
     from gsoftmax import equations, functional, kernels
+    from gsoftmax.checks import Options
     from gsoftmax.kernels import launching, linear, triton_ce
     from gsoftmax.kernels.launching import Plan
 
@@ -49,19 +50,19 @@ def table(n, c, *, dtype="float32", kind="index", seed=0, scale=3.0):
     return [v.to(DEVICE) for v in (x, target, mu, sigma)]
 
 
-def exact(x, target, mu, sigma, lam, weight, ignore_index, reduction, smoothing):
+def exact(x, target, mu, sigma, lam, options):
     """The same in float64, by torch's own Phi and cross entropy, with a graph."""
     x, mu, sigma = (v.detach().double().requires_grad_() for v in (x, mu, sigma))
     z = x + lam * torch.special.ndtr((x - mu) / sigma)
     target = target.double() if target.is_floating_point() else target
-    weight = None if weight is None else weight.double()
-    loss = F.cross_entropy(z, target, weight, None, ignore_index, None, reduction, smoothing)
+    weight = None if options.weight is None else options.weight.double()
+    loss = F.cross_entropy(z, target, **options._replace(weight=weight)._asdict())
     return loss, (x, mu, sigma)
 
 
-def both(x, target, mu, sigma, lam=1.0, weight=None, ignore_index=-100, reduction="mean", smoothing=0.0):
+def both(x, target, mu, sigma, lam=1.0, **options):
     """(loss, dx, dmu, dsigma) of the kernels and of float64, with a random incoming gradient."""
-    rest = (lam, weight, ignore_index, reduction, smoothing)
+    rest = (lam, Options(**options))
     ours = [v.clone().requires_grad_() for v in (x, mu, sigma)]
     loss = triton_ce.cross_entropy(ours[0], target, *ours[1:], *rest)
     grad = torch.rand(loss.shape, dtype=loss.dtype, device=loss.device) + 0.5
@@ -86,12 +87,12 @@ OPTIONS = [
     {},
     {"reduction": "sum", "lam": 4.0},
     {"reduction": "none", "lam": 0.3},
-    {"smoothing": 0.1},
+    {"label_smoothing": 0.1},
     {"weight": True},
-    {"weight": True, "smoothing": 0.2, "reduction": "sum"},
-    {"weight": True, "smoothing": 0.2, "reduction": "mean"},
+    {"weight": True, "label_smoothing": 0.2, "reduction": "sum"},
+    {"weight": True, "label_smoothing": 0.2, "reduction": "mean"},
     {"kind": "probability"},
-    {"kind": "probability", "weight": True, "smoothing": 0.3, "reduction": "none"},
+    {"kind": "probability", "weight": True, "label_smoothing": 0.3, "reduction": "none"},
     {"lam": 0.0},
     {"ignore_index": "last"},
 ]
@@ -140,9 +141,9 @@ def check_half_precision_is_rounded_once(tiles, dtype, eps, reduction):
 def check_autocast_keeps_the_loss_in_float32():
     x, target, mu, sigma = table(4, 9, dtype="bfloat16")
     with torch.autocast(DEVICE, torch.bfloat16):
-        loss = triton_ce.cross_entropy(x, target, mu, sigma, 1.0, None, -100, "none", 0.0)
+        loss = triton_ce.cross_entropy(x, target, mu, sigma, 1.0, Options(reduction="none"))
     assert loss.dtype == torch.float32
-    close_loss(loss, exact(x, target, mu, sigma, 1.0, None, -100, "none", 0.0)[0].detach())
+    close_loss(loss, exact(x, target, mu, sigma, 1.0, Options(reduction="none"))[0].detach())
 
 
 @pytest.mark.parametrize("layout", ["transposed", "every other column", "every other row", "offset", "row repeated"])
@@ -162,9 +163,9 @@ def check_strides(tiles, layout):
         x = x[:1].expand(9, 35)
     before = x.clone()
     x.requires_grad_()  # as it lies: a clone would be contiguous
-    loss = triton_ce.cross_entropy(x, target, mu, sigma, 1.0, None, -100, "sum", 0.1)
+    loss = triton_ce.cross_entropy(x, target, mu, sigma, 1.0, Options(reduction="sum", label_smoothing=0.1))
     dx = torch.autograd.grad(loss, x)[0]
-    loss64, theirs = exact(before, target, mu, sigma, 1.0, None, -100, "sum", 0.1)
+    loss64, theirs = exact(before, target, mu, sigma, 1.0, Options(reduction="sum", label_smoothing=0.1))
     loss64.backward()
     close_loss(loss.detach(), loss64.detach())
     close(dx, theirs[0].grad)
@@ -184,11 +185,11 @@ def check_rows_that_do_not_count(tiles, smoothing):
     x, target, mu, sigma = table(7, 20)
     target[2:5] = -100
     x[3, 4] = -float("inf")
-    got, _ = both(x, target, mu, sigma, smoothing=smoothing, reduction="none")
+    got, _ = both(x, target, mu, sigma, label_smoothing=smoothing, reduction="none")
     assert (got[0][2:5] == 0).all() and (got[1][2:5] == 0).all()
     assert all(g.isfinite().all() for g in got)
     target[:] = -100
-    got, _ = both(x, target, mu, sigma, smoothing=smoothing)
+    got, _ = both(x, target, mu, sigma, label_smoothing=smoothing)
     assert got[0].isnan()  # 0 / 0, as F.cross_entropy has it
     assert all((g == 0).all() for g in got[1:])
 
@@ -197,7 +198,7 @@ def check_a_label_out_of_range_spoils_its_row_only(tiles):
     x, target, mu, sigma = table(6, 18)
     target[1], target[4] = 18, -7
     x = x.requires_grad_()
-    loss = triton_ce.cross_entropy(x, target, mu, sigma, 1.0, torch.ones(18, device=DEVICE), -100, "none", 0.0)
+    loss = triton_ce.cross_entropy(x, target, mu, sigma, 1.0, Options(torch.ones(18, device=DEVICE), reduction="none"))
     loss.backward(torch.ones_like(loss))
     wrong = torch.tensor([False, True, False, False, True, False], device=DEVICE)
     assert loss.isnan().equal(wrong)
@@ -217,7 +218,7 @@ def check_extreme_values(tiles):
     sigma[::5] = 1e-6
     mu[5] = x[5, 5]  # phi(0) / 1e-6
     leaves = [v.clone().requires_grad_() for v in (x, mu, sigma)]
-    loss = triton_ce.cross_entropy(leaves[0], target, *leaves[1:], 1.0, None, -100, "none", 0.0)
+    loss = triton_ce.cross_entropy(leaves[0], target, *leaves[1:], 1.0, Options(reduction="none"))
     loss.backward(torch.ones_like(loss))
     exact_leaves = [v.double().requires_grad_() for v in (x, mu, sigma)]
     z = equations.logits(*exact_leaves, 1.0)
@@ -232,7 +233,7 @@ def check_extreme_values(tiles):
 def check_a_row_of_nothing_is_nan_as_in_torch(tiles):
     x, target, mu, sigma = table(3, 40)
     x[1], target[1] = -float("inf"), 4
-    loss = triton_ce.cross_entropy(x, target, mu, sigma, 1.0, None, -100, "none", 0.0)
+    loss = triton_ce.cross_entropy(x, target, mu, sigma, 1.0, Options(reduction="none"))
     assert loss.isnan().tolist() == F.cross_entropy(x, target, reduction="none").isnan().tolist()
 
 
@@ -246,7 +247,9 @@ def check_other_shapes(shape, reduction, kind):
     else:
         target = torch.rand(shape, device=DEVICE)
     got = [x.clone().requires_grad_(), mu.clone().requires_grad_(), sigma]
-    loss = triton_ce.cross_entropy(got[0], target, got[1], got[2], 1.0, None, -100, reduction, 0.1)
+    loss = triton_ce.cross_entropy(
+        got[0], target, got[1], got[2], 1.0, Options(reduction=reduction, label_smoothing=0.1)
+    )
     view = (-1,) + (1,) * (len(shape) - 2)
     x64, mu64 = x.double().requires_grad_(), mu.double().requires_grad_()
     z = x64 + torch.special.ndtr((x64 - mu64.view(view)) / sigma.double().view(view))
@@ -262,13 +265,13 @@ def check_other_shapes(shape, reduction, kind):
 def check_targets_of_one_byte():
     x, target, mu, sigma = table(6, 200)
     target = target.clamp(0).to(torch.uint8)
-    loss = triton_ce.cross_entropy(x, target, mu, sigma, 1.0, None, -100, "none", 0.0)
-    close_loss(loss, exact(x, target.long(), mu, sigma, 1.0, None, -100, "none", 0.0)[0].detach())
+    loss = triton_ce.cross_entropy(x, target, mu, sigma, 1.0, Options(reduction="none"))
+    close_loss(loss, exact(x, target.long(), mu, sigma, 1.0, Options(reduction="none"))[0].detach())
 
 
 def check_a_retained_graph_gives_the_same_twice_and_owns_nothing():
     x, target, mu, sigma = (v.requires_grad_(v.is_floating_point()) for v in table(6, 20))
-    loss = triton_ce.cross_entropy(x, target, mu, sigma, 1.0, None, -100, "mean", 0.0)
+    loss = triton_ce.cross_entropy(x, target, mu, sigma, 1.0, Options())
     first = [g.clone() for g in torch.autograd.grad(loss, (x, mu, sigma), retain_graph=True)]
     again = torch.autograd.grad(loss, (x, mu, sigma), retain_graph=True)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))  # the same bits, too
@@ -281,7 +284,7 @@ def check_a_retained_graph_gives_the_same_twice_and_owns_nothing():
 def check_only_what_is_needed():
     x, target, mu, sigma = table(6, 20)
     full = both(x, target, mu, sigma)[0]
-    rest = (1.0, None, -100, "mean", 0.0)
+    rest = (1.0, Options())
     for need in itertools.product((False, True), repeat=3):
         leaves = [v.clone().requires_grad_(n) for v, n in zip((x, mu, sigma), need, strict=True)]
         loss = triton_ce.cross_entropy(leaves[0], target, *leaves[1:], *rest)
@@ -298,7 +301,7 @@ def check_only_what_is_needed():
 @pytest.mark.parametrize("reduction, smoothing", [("mean", 0.0), ("none", 0.1)])
 def check_second_derivatives(reduction, smoothing):
     x, target, mu, sigma = table(4, 6)
-    rest = (1.0, None, -100, reduction, smoothing)
+    rest = (1.0, Options(reduction=reduction, label_smoothing=smoothing))
     ours = [v.clone().requires_grad_() for v in (x, mu, sigma)]
     loss64, theirs = exact(x, target, mu, sigma, *rest)
     seconds = []
@@ -314,7 +317,8 @@ def check_compile_takes_it_whole(tiles):
     x, target, mu, sigma = table(6, 20)
 
     def loss(x, mu, sigma, smoothing):
-        return triton_ce.cross_entropy(x * 1.5, target, mu.exp().log(), sigma, 1.0, None, -100, "mean", smoothing) * 3
+        options = Options(label_smoothing=smoothing)
+        return triton_ce.cross_entropy(x * 1.5, target, mu.exp().log(), sigma, 1.0, options) * 3
 
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     for smoothing, both_gaussians in ((0.0, True), (0.2, False)):
@@ -336,7 +340,7 @@ def check_compile_takes_the_public_function():
     compiled = torch.compile(functional.gsoftmax_cross_entropy, fullgraph=True, backend="aot_eager")
     loss = compiled(x, target, mu, sigma, 2.0, impl="triton")
     loss.backward()
-    expected, leaves = exact(x, target, mu, sigma, 2.0, None, -100, "mean", 0.0)
+    expected, leaves = exact(x, target, mu, sigma, 2.0, Options())
     expected.backward()
     close_loss(loss.detach(), expected.detach())
     for v, w in zip((x, mu, sigma), leaves, strict=True):
@@ -396,7 +400,7 @@ def check_calls_like_one_before(monkeypatch):
     for seed in range(3):
         x, target, mu, sigma = table(6, 9, seed=seed)
         leaves = [v.requires_grad_() for v in (x, mu, sigma)]
-        loss64, theirs = exact(x, target, mu, sigma, 1.5, None, -100, "mean", 0.1)
+        loss64, theirs = exact(x, target, mu, sigma, 1.5, Options(label_smoothing=0.1))
         loss = call(x, target, mu, sigma, 1.5, label_smoothing=0.1)
         close_loss(loss.detach(), loss64.detach())
         expected = torch.autograd.grad(loss64, theirs)
@@ -436,7 +440,7 @@ def check_plans():
 
 def check_what_is_supported():
     x, target, mu, sigma = table(4, 6)
-    assert triton_ce.supported(x, target, mu, sigma, 1.0, None, -100, "mean", 0.0) == ""
+    assert triton_ce.supported(x, target, mu, sigma, 1.0) == ""
     assert "float64" in triton_ce.supported(x.double(), target, mu, sigma)
     assert "lam" in triton_ce.supported(x, target, mu, sigma, 1e3)
     assert "empty" in triton_ce.supported(x[:0], target[:0], mu, sigma)
@@ -484,22 +488,22 @@ def check_a_margin_chunk_by_chunk(monkeypatch, reduction):
 
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 3e-6), ("bfloat16", 1.5e-2), ("float16", 2e-3)])
 @pytest.mark.parametrize(
-    "options", [{}, {"reduction": "none", "smoothing": 0.1}, {"lam": 0.0, "reduction": "sum"}], ids=str
+    "options", [{}, {"reduction": "none", "label_smoothing": 0.1}, {"lam": 0.0, "reduction": "sum"}], ids=str
 )
 def check_the_linear_layer_in_one(monkeypatch, options, dtype, tolerance):
-    options = {"lam": 1.0, "reduction": "mean", "smoothing": 0.0} | options
+    options = {"lam": 1.0, "reduction": "mean", "label_smoothing": 0.0} | options
     monkeypatch.setattr(linear, "CHUNK", {"cpu": 100, "cuda": 100})
     _, target, mu, sigma = table(23, 31)
     h, weight, bias = (torch.randn(s, device=DEVICE).to(getattr(torch, dtype)) for s in ((23, 5), (31, 5), (31,)))
     leaves = [v.clone().requires_grad_() for v in (h, weight, bias, mu, sigma)]
-    rest = (options["lam"], None, -100, options["reduction"], options["smoothing"])
-    loss = linear.linear_cross_entropy(*leaves[:3], target, *leaves[3:], *rest, "triton")
+    rest = (options.pop("lam"), Options(**options), "triton")
+    loss = linear.linear_cross_entropy(linear.Linear(*leaves[:3]), target, *leaves[3:], *rest)
     exact_leaves = [v.double().requires_grad_() for v in (h, weight, bias, mu, sigma)]
     # x as the matrix product rounds it: what is tested begins there, and the slope of a small sigma would multiply it
     x = F.linear(*exact_leaves[:3])
     x = x + (F.linear(h, weight, bias).double() - x).detach()
-    z = x + options["lam"] * torch.special.ndtr((x - exact_leaves[3]) / exact_leaves[4])
-    expected = F.cross_entropy(z, target, reduction=options["reduction"], label_smoothing=options["smoothing"])
+    z = x + rest[0] * torch.special.ndtr((x - exact_leaves[3]) / exact_leaves[4])
+    expected = F.cross_entropy(z, target, **options)
     grad = torch.rand(expected.shape, device=DEVICE).to(loss.dtype)
     loss.backward(grad)
     expected.backward(grad.double())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,16 @@ from torch import Tensor
 REDUCTIONS = ("mean", "sum", "none")
 MULTILABEL_REDUCTIONS = ("mean", "sum", "none", "batchmean")
 MULTILABEL_FORMS = ("paired", "independent", "printed", "msml")
+
+
+class Options(NamedTuple):
+    """The options of `torch.nn.functional.cross_entropy`, with its defaults."""
+
+    weight: Tensor | None = None  # (C,), of the classes; `class_weight` beside a linear layer
+    ignore_index: int = -100
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+
 
 # float16 ends at 65504 and dz/dx = 1 + lam * phi(u) / sigma: below this sigma the gradient would not fit.
 _HALF_SIGMA_MIN = 1e-5
@@ -94,9 +105,8 @@ def check_sigma(sigma: Tensor) -> None:
         raise ValueError(f"sigma must be positive, got a minimum of {sigma.min().item()}")
 
 
-def check_cross_entropy(
-    x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float
-) -> None:
+def check_cross_entropy(x: Tensor, target: Tensor, options: Options) -> None:
+    weight, ignore_index, reduction, label_smoothing = options
     check_outputs(x)
     if not isinstance(target, Tensor):
         raise TypeError(f"target must be a tensor, got {type(target).__name__}")

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import checks
+from .checks import Options
 
 # Beyond this many standard deviations Phi is 0 or 1 and its density 0 to the last bit of the dtype, so
 # u = (x - mu) / sigma is held there: a masked class at x = -inf and a sigma of 1e-6 then give a zero gradient instead
@@ -75,10 +76,9 @@ def with_zero_gradients(x: Tensor, mu: Tensor, sigma: Tensor) -> Tensor:
     return x
 
 
-def softmax_cross_entropy(
-    z: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float
-) -> Tensor:
+def softmax_cross_entropy(z: Tensor, target: Tensor, options: Options) -> Tensor:
     """PyTorch's own, with class weights of any dtype and our error for a label out of range."""
+    weight, ignore_index, reduction, label_smoothing = options
     if weight is not None and not target.is_floating_point():
         weight = weight.to(z.dtype)
     try:
@@ -87,24 +87,14 @@ def softmax_cross_entropy(
         raise checks.label_error(target, z.shape[checks.class_dim(z)], ignore_index) from error
 
 
-def cross_entropy(
-    x: Tensor,
-    target: Tensor,
-    mu: Tensor,
-    sigma: Tensor,
-    lam: float,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-) -> Tensor:
+def cross_entropy(x: Tensor, target: Tensor, mu: Tensor, sigma: Tensor, lam: float, options: Options) -> Tensor:
     """The G-softmax loss (13) step by step; every fused version is held to it."""
     checks.check_sigma(sigma)
     if lam == 0:
         z = with_zero_gradients(x, mu, sigma)
-        return softmax_cross_entropy(z, target, weight, ignore_index, reduction, label_smoothing)
+        return softmax_cross_entropy(z, target, options)
     z = logits(x, mu, sigma, lam)
-    return loss_dtype(softmax_cross_entropy(z, target, weight, ignore_index, reduction, label_smoothing), x)
+    return loss_dtype(softmax_cross_entropy(z, target, options), x)
 
 
 def xlogy(y: Tensor, log_p: Tensor) -> Tensor:

@@ -28,7 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import checks, equations, kernels
-from .checks import MULTILABEL_FORMS
+from .checks import MULTILABEL_FORMS, Options
+from .kernels.linear import Linear
 
 __all__ = [
     "MULTILABEL_FORMS",
@@ -114,14 +115,15 @@ def gsoftmax_cross_entropy(
     >>> gsoftmax_cross_entropy(x, target, mu=0.0, sigma=1.0)
     tensor(0.1565)
     """
+    options = Options(weight, ignore_index, reduction, label_smoothing)
     if weight is None and impl == "auto":
-        loss = kernels.cached_call(x, target, mu, sigma, lam, ignore_index, reduction, label_smoothing)
+        loss = kernels.cached_call(x, target, mu, sigma, lam, options)
         if loss is not None:
             return loss
     lam = checks.check_lam(lam)
-    checks.check_cross_entropy(x, target, weight, ignore_index, reduction, label_smoothing)
+    checks.check_cross_entropy(x, target, options)
     mu, sigma = checks.as_gaussians(x, mu, sigma, lam)
-    return kernels.cross_entropy(x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing, impl)
+    return kernels.cross_entropy(x, target, mu, sigma, lam, options, impl)
 
 
 def linear_gsoftmax_cross_entropy(
@@ -153,9 +155,8 @@ def linear_gsoftmax_cross_entropy(
     h, target, shape = checks.flatten_linear(h, weight, target, bias)
     mu, sigma = checks.as_gaussians_for(weight.shape[0], equations.linear_dtype(h), h.device, mu, sigma, lam)
     checks.check_sigma(sigma)
-    loss = kernels.linear_cross_entropy(
-        h, weight, bias, target, mu, sigma, lam, class_weight, ignore_index, reduction, label_smoothing, impl
-    )
+    options = Options(class_weight, ignore_index, reduction, label_smoothing)
+    loss = kernels.linear_cross_entropy(Linear(h, weight, bias), target, mu, sigma, lam, options, impl)
     return loss.reshape(shape) if reduction == "none" else loss
 
 
@@ -324,9 +325,8 @@ def large_margin_cross_entropy(
     checks.check_margin(h, weight, target, margin, anneal, ignore_index)
     logit = None if margin == 1 else equations.margin_logits(h, weight, target, margin, anneal, ignore_index)
     mu, sigma = checks.as_gaussians_for(weight.shape[0], equations.linear_dtype(h), h.device, 0.0, 1.0, 0.0)
-    loss = kernels.linear_cross_entropy(
-        h, weight, None, target, mu, sigma, 0.0, class_weight, ignore_index, reduction, label_smoothing, impl, logit
-    )
+    options = Options(class_weight, ignore_index, reduction, label_smoothing)
+    loss = kernels.linear_cross_entropy(Linear(h, weight, None, logit), target, mu, sigma, 0.0, options, impl)
     return loss.reshape(shape) if reduction == "none" else loss
 
 

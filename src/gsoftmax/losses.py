@@ -58,12 +58,11 @@ class GSoftmaxLoss(nn.Module):
         self.impl = impl
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        checks.check_cross_entropy(x, target, self.weight, self.ignore_index, self.reduction, self.label_smoothing)
+        options = checks.Options(self.weight, self.ignore_index, self.reduction, self.label_smoothing)
+        checks.check_cross_entropy(x, target, options)
         g = self.gaussians
         mu, sigma = g.current(x, target, self.ignore_index)
-        return kernels.cross_entropy(
-            x, target, mu, sigma, g.lam, self.weight, self.ignore_index, self.reduction, self.label_smoothing, self.impl
-        )
+        return kernels.cross_entropy(x, target, mu, sigma, g.lam, options, self.impl)
 
     def logits(self, x: Tensor) -> Tensor:
         """z, of x's shape; tracked Gaussians stay as they are."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import checks, equations
+from ..checks import Options
 from . import chunked, linear, native
 
 __all__ = ["IMPLS", "Path", "explain"]
@@ -69,11 +70,11 @@ def explain(
     Path(name='plain', why='x is torch.float64')
     """
     lam = checks.check_lam(lam)
-    checks.check_cross_entropy(x, target, weight, ignore_index, reduction, label_smoothing)
+    checks.check_cross_entropy(x, target, Options(weight, ignore_index, reduction, label_smoothing))
     mu, sigma = checks.as_gaussians(x, mu, sigma, lam)
     if lam == 0:
         return Path("plain", "lam is 0: torch.nn.functional.cross_entropy itself")
-    name, why = _choose(x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing, impl)
+    name, why = _choose(x, target, mu, sigma, lam, weight, impl)
     if name == "native":
         threads = torch.get_num_threads()
         why += f", {native.explain_instructions()}, {threads} thread{'s' if threads > 1 else ''}"
@@ -81,16 +82,7 @@ def explain(
 
 
 def cross_entropy(
-    x: Tensor,
-    target: Tensor,
-    mu: Tensor,
-    sigma: Tensor,
-    lam: float,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    impl: str,
+    x: Tensor, target: Tensor, mu: Tensor, sigma: Tensor, lam: float, options: Options, impl: str
 ) -> Tensor:
     """`gsoftmax_cross_entropy` after its checks: lam is a float, mu and sigma are (C,) in the compute dtype.
 
@@ -98,23 +90,22 @@ def cross_entropy(
     """
     path = "plain"
     if lam != 0:
-        path, _ = _choose(x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing, impl)
+        path, _ = _choose(x, target, mu, sigma, lam, options.weight, impl)
     if path == "plain":
-        return equations.cross_entropy(x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing)
+        return equations.cross_entropy(x, target, mu, sigma, lam, options)
     if path == "triton":
         from . import triton_ce
 
-        if impl == "auto" and weight is None and x.dtype is not torch.float16 and not torch.compiler.is_compiling():
+        seen_again = impl == "auto" and options.weight is None and x.dtype is not torch.float16
+        if seen_again and not torch.compiler.is_compiling():
             if len(_checked) >= 4096:  # every batch has another size
                 _checked.clear()
-            kind = _kind(x, target, mu, sigma, lam, ignore_index, reduction, label_smoothing)
-            _checked[kind] = triton_ce.cross_entropy
-        return triton_ce.cross_entropy(x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing)
+            _checked[_kind(x, target, mu, sigma, lam, options)] = triton_ce.cross_entropy
+        return triton_ce.cross_entropy(x, target, mu, sigma, lam, options)
     evaluate = native.evaluate if path == "native" else chunked.evaluate
-    options = (lam, ignore_index, reduction, label_smoothing)
     if torch.is_grad_enabled() and (x.requires_grad or mu.requires_grad or sigma.requires_grad):
-        return _Fused.apply(x, mu, sigma, target, weight, options, evaluate)
-    loss = evaluate(x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing, False, False)[0]
+        return _Fused.apply(x, mu, sigma, target, options.weight, lam, options, evaluate)
+    loss = evaluate(x, target, mu, sigma, lam, options, False, False)[0]
     return loss if x.dtype is torch.float32 else equations.loss_dtype(loss, x)
 
 
@@ -123,58 +114,40 @@ def cross_entropy(
 _checked: dict[Any, Any] = {}
 
 
-def _kind(
-    x: Tensor, target: Tensor, mu: Any, sigma: Any, lam: Any, ignore_index: int, reduction: str, label_smoothing: float
-) -> Any:
+def _kind(x: Tensor, target: Tensor, mu: Any, sigma: Any, lam: Any, options: Options) -> Any:
     return (
         type(x), x.shape, x.dtype, x.device, x.layout, type(target), target.shape, target.dtype, target.device,
         target.layout, type(mu), mu.shape, mu.dtype, mu.device, mu.layout, type(sigma), sigma.shape, sigma.dtype,
-        sigma.device, sigma.layout, type(lam), lam, ignore_index, reduction, label_smoothing,
+        sigma.device, sigma.layout, type(lam), lam, options,
     )  # fmt: skip
 
 
-def cached_call(
-    x: Tensor, target: Tensor, mu: Any, sigma: Any, lam: Any, ignore_index: int, reduction: str, label_smoothing: float
-) -> Tensor | None:
+def cached_call(x: Tensor, target: Tensor, mu: Any, sigma: Any, lam: Any, options: Options) -> Tensor | None:
     """The loss of a call like one before, on a GPU, where checking takes as long as launching; else None."""
     if not _checked or torch.compiler.is_compiling() or under_transform():
         return None
     try:
-        found = _checked.get(_kind(x, target, mu, sigma, lam, ignore_index, reduction, label_smoothing))
+        found = _checked.get(_kind(x, target, mu, sigma, lam, options))
     except (AttributeError, TypeError):  # not tensors, or not hashable: the checks have words for it
         return None
     if found is None or x.is_neg() or mu.is_neg() or sigma.is_neg() or target.requires_grad:
         return None
-    return found(x, target, mu, sigma, lam, None, ignore_index, reduction, label_smoothing)
+    return found(x, target, mu, sigma, lam, options)
 
 
 def linear_cross_entropy(
-    h: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    mu: Tensor,
-    sigma: Tensor,
-    lam: float,
-    class_weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    impl: str,
-    target_logit: Tensor | None = None,
+    layer: linear.Linear, target: Tensor, mu: Tensor, sigma: Tensor, lam: float, options: Options, impl: str
 ) -> Tensor:
-    """The same for `linear_gsoftmax_cross_entropy`; `target_logit` (batch,) takes the place of the target's output."""
-    path, _ = _choose_linear(h, weight, bias, target, mu, sigma, lam, class_weight, impl)
+    """The same for `linear_gsoftmax_cross_entropy`."""
+    h, weight, bias, target_logit = layer
+    path, _ = _choose_linear(h, weight, bias, target, mu, sigma, lam, options.weight, impl)
     if path == "plain":
         x = F.linear(h, weight, bias)
         if target_logit is not None:
-            x = equations.with_target_logit(x, target, target_logit, ignore_index)
-        checks.check_cross_entropy(x, target, class_weight, ignore_index, reduction, label_smoothing)
-        return cross_entropy(x, target, mu, sigma, lam, class_weight, ignore_index, reduction, label_smoothing, impl)
-    return linear.linear_cross_entropy(
-        h, weight, bias, target, mu, sigma, lam, class_weight, ignore_index, reduction, label_smoothing, path,
-        target_logit,
-    )  # fmt: skip
+            x = equations.with_target_logit(x, target, target_logit, options.ignore_index)
+        checks.check_cross_entropy(x, target, options)
+        return cross_entropy(x, target, mu, sigma, lam, options, impl)
+    return linear.linear_cross_entropy(layer, target, mu, sigma, lam, options, path)
 
 
 class _Fused(torch.autograd.Function):
@@ -194,18 +167,17 @@ class _Fused(torch.autograd.Function):
         sigma: Tensor,
         target: Tensor,
         weight: Tensor | None,
-        options: tuple[float, int, str, float],
+        lam: float,
+        options: Options,
         evaluate: Any,
     ) -> Tensor:
         want_x, *want = ctx.needs_input_grad[:3]
-        lam, ignore_index, reduction, label_smoothing = options
-        early = reduction != "none" and x.dtype is not torch.float16
-        loss, *gradients = evaluate(
-            x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing,
-            early and want_x, early and (want[0] or want[1])
-        )  # fmt: skip
+        early = options.reduction != "none" and x.dtype is not torch.float16
+        wanted = (early and want_x, early and (want[0] or want[1]))
+        loss, *gradients = evaluate(x, target, mu, sigma, lam, options, *wanted)
         ctx.save_for_backward(x, mu, sigma, target, weight)
-        ctx.options, ctx.evaluate, ctx.ready = options, evaluate, [gradients] if early else []
+        ctx.lam, ctx.options, ctx.evaluate = lam, options, evaluate
+        ctx.ready = [gradients] if early else []
         return loss if x.dtype is torch.float32 else equations.loss_dtype(loss, x)
 
     @staticmethod
@@ -221,20 +193,17 @@ class _Fused(torch.autograd.Function):
             gradients = _again(ctx, grad, create_graph)
         _, want_mu, want_sigma = ctx.needs_input_grad[:3]
         dx, dmu, dsigma = gradients
-        return dx, dmu if want_mu else None, dsigma if want_sigma else None, None, None, None, None
+        return dx, dmu if want_mu else None, dsigma if want_sigma else None, *(None,) * 5
 
 
 def _again(ctx: Any, grad: Tensor, create_graph: bool) -> tuple[Tensor | None, ...]:
     """dx, dmu and dsigma from what was saved; by the plain formula if they are to be differentiated themselves."""
-    x, mu, sigma, target, weight = ctx.saved_tensors
-    lam, ignore_index, reduction, label_smoothing = ctx.options
+    x, mu, sigma, target, _ = ctx.saved_tensors  # raises if the weight was changed in place
+    lam, options = ctx.lam, ctx.options
     want = ctx.needs_input_grad[:3]
     if not create_graph:
-        return ctx.evaluate(
-            x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing,
-            want[0], want[1] or want[2], grad
-        )[1:]  # fmt: skip
-    loss = equations.cross_entropy(x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing)
+        return ctx.evaluate(x, target, mu, sigma, lam, options, want[0], want[1] or want[2], grad)[1:]
+    loss = equations.cross_entropy(x, target, mu, sigma, lam, options)
     inputs = [v for v, wanted in zip((x, mu, sigma), want, strict=True) if wanted]
     made = iter(torch.autograd.grad(loss, inputs, grad, create_graph=True))
     return tuple(next(made) if wanted else None for wanted in want)
@@ -249,16 +218,7 @@ _NATIVE = ("native", "the compiled kernel")
 
 
 def _choose(
-    x: Tensor,
-    target: Tensor,
-    mu: Tensor,
-    sigma: Tensor,
-    lam: float,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    impl: str,
+    x: Tensor, target: Tensor, mu: Tensor, sigma: Tensor, lam: float, weight: Tensor | None, impl: str
 ) -> tuple[str, str]:
     """(path, why); a ValueError where `impl` names one that cannot do it."""
     if impl == "plain":
@@ -267,7 +227,7 @@ def _choose(
         raise ValueError(f"impl must be one of {', '.join(IMPLS)}, got {impl!r}")
     device = x.device.type
     if impl == "triton" or (impl == "auto" and device == "cuda"):
-        why_not = _no_triton(x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing)
+        why_not = _no_triton(x, target, mu, sigma, lam, weight)
         if impl == "auto" and not why_not and torch.compiler.is_compiling():
             from . import triton_ce
 

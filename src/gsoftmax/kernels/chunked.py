@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..checks import check_labels, check_sigma
+from ..checks import Options, check_labels, check_sigma
 from ..equations import U_MAX
 
 __all__ = ["evaluate"]
@@ -27,10 +27,7 @@ def evaluate(
     mu: Tensor,
     sigma: Tensor,
     lam: float,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
+    options: Options,
     want_x: bool,
     want_gaussians: bool,
     grad: Tensor | None = None,
@@ -38,10 +35,11 @@ def evaluate(
     """The loss and its gradients dx, dmu, dsigma, those that are wanted: what `native.evaluate` does, on any device.
 
     >>> x, one = torch.zeros(2, 4), torch.ones(4)
-    >>> loss, dx, *_ = evaluate(x, torch.tensor([0, 1]), 0 * one, one, 1.0, None, -100, "sum", 0.0, True, False)
+    >>> loss, dx, *_ = evaluate(x, torch.tensor([0, 1]), 0 * one, one, 1.0, Options(reduction="sum"), True, False)
     >>> loss, dx[0]
     (tensor(2.7726), tensor([-1.0492,  0.3497,  0.3497,  0.3497]))
     """
+    weight, ignore_index, reduction, label_smoothing = options
     shape, dtype, device = x.shape, sigma.dtype, x.device
     x = x[None, :, None] if x.ndim == 1 else x[:, :, None] if x.ndim == 2 else x.flatten(2)  # (N, C, S)
     n, c, s = x.shape

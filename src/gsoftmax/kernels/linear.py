@@ -18,16 +18,17 @@ there goes to `target_logit` and no further.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .. import checks, equations
+from ..checks import Options
 from . import chunked, native
 
-__all__ = ["linear_cross_entropy"]
+__all__ = ["Linear", "linear_cross_entropy"]
 
 # The smallest x worth cutting, in elements: 512 MiB of bfloat16 on a GPU, and what stays in the caches of a CPU.
 CHUNK = {"cuda": 1 << 28, "cpu": 1 << 22}
@@ -36,44 +37,47 @@ CHUNK = {"cuda": 1 << 28, "cpu": 1 << 22}
 FLOAT32_SUM = 1 << 30
 
 
+class Linear(NamedTuple):
+    """What x is made of: linear(h, weight, bias), with `target_logit` in the place of the target's output."""
+
+    h: Tensor  # (N, D)
+    weight: Tensor  # (C, D)
+    bias: Tensor | None = None  # (C,)
+    target_logit: Tensor | None = None  # (N,), where targets are class indices
+
+
 def linear_cross_entropy(
-    h: Tensor,  # (N, D)
-    weight: Tensor,  # (C, D)
-    bias: Tensor | None,  # (C,)
+    layer: Linear,
     target: Tensor,  # (N,) or (N, C)
     mu: Tensor,
     sigma: Tensor,
     lam: float,
-    class_weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
+    options: Options,
     path: str,
-    target_logit: Tensor | None = None,  # (N,)
 ) -> Tensor:
     """Cross entropy of G-softmax on x = linear(h, weight, bias), of which no more than a chunk of rows exists.
 
     `path` is who turns a chunk of x into losses and gradients: "triton", "native" or "chunked" (pure torch).
-    `target_logit` replaces the target's output, where targets are class indices.
 
     >>> h, weight, target = torch.eye(2), torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 1])
     >>> mu, sigma = torch.zeros(2), torch.ones(2)
-    >>> linear_cross_entropy(h, weight, None, target, mu, sigma, 1.0, None, -100, "mean", 0.0, "chunked")
+    >>> linear_cross_entropy(Linear(h, weight), target, mu, sigma, 1.0, Options(), "chunked")
     tensor(0.1565)
     """
+    h, weight, bias, target_logit = layer
     device = h.device.type
     x = h.new_empty((h.shape[0], weight.shape[0]), device="meta")
-    checks.check_cross_entropy(x, target, class_weight, ignore_index, reduction, label_smoothing)
+    checks.check_cross_entropy(x, target, options)
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         h, weight = h.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     mu, sigma = mu.contiguous(), sigma.contiguous()
-    class_weight = None if class_weight is None else class_weight.contiguous()
-    options = (lam, ignore_index, reduction, label_smoothing, path)
+    class_weight = None if options.weight is None else options.weight.contiguous()
+    how = (lam, options._replace(weight=None), path)
     # Outside of the chunks nothing is left for autocast to do.
     with torch.autocast(device, enabled=False):
-        loss = _LinearCrossEntropy.apply(h, weight, bias, mu, sigma, target_logit, target, class_weight, options)
+        loss = _LinearCrossEntropy.apply(h, weight, bias, mu, sigma, target_logit, target, class_weight, how)
     return equations.loss_dtype(loss, h)
 
 
@@ -89,18 +93,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         target_logit: Tensor | None,
         target: Tensor,
         class_weight: Tensor | None,
-        options: tuple[Any, ...],
+        how: tuple[float, Options, str],
     ) -> Tensor:
-        early = options[2] != "none" and h.dtype is not torch.float16
+        options = how[1]
+        early = options.reduction != "none" and h.dtype is not torch.float16
         want = ctx.needs_input_grad[:6] if early else (False,) * 6
         factor, divisor = _factor(target, class_weight, weight.shape[0], sigma.dtype, options)
         given = (h, weight, bias, mu, sigma, target_logit, target, class_weight)
-        rows, gradients = _chunk_by_chunk(*given, options, factor, want)
-        ctx.early, ctx.options = early, options
+        rows, gradients = _chunk_by_chunk(*given, how, factor, want)
+        ctx.early, ctx.how = early, how
         ctx.save_for_backward(*given, *gradients)
-        if options[2] == "none":
+        if options.reduction == "none":
             return rows
-        return rows.sum() if options[2] == "sum" else rows.sum() / divisor
+        return rows.sum() if options.reduction == "sum" else rows.sum() / divisor
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -108,28 +113,28 @@ class _LinearCrossEntropy(torch.autograd.Function):
         given = (h, weight, bias, mu, sigma, target_logit, target, class_weight)
         want = ctx.needs_input_grad[:6]
         if torch.is_grad_enabled():  # create_graph: the gradient is differentiated again
-            gradients = _plain_gradients(grad, *given, ctx.options, want)
+            gradients = _plain_gradients(grad, *given, ctx.how, want)
         elif ctx.early:
             # Not in place: a graph that is retained needs them again.
             gradients = [None if g is None else g * grad.to(g.dtype) for g in gradients]
         else:
             with torch.autocast(grad.device.type, enabled=False):
-                factor, _ = _factor(target, class_weight, weight.shape[0], sigma.dtype, ctx.options)
+                factor, _ = _factor(target, class_weight, weight.shape[0], sigma.dtype, ctx.how[1])
                 factor = grad.to(factor.dtype) * factor
-                _, gradients = _chunk_by_chunk(*given, ctx.options, factor, want)
+                _, gradients = _chunk_by_chunk(*given, ctx.how, factor, want)
         return *gradients, None, None, None
 
 
 def _factor(
-    target: Tensor, class_weight: Tensor | None, classes: int, dtype: torch.dtype, options: tuple[Any, ...]
+    target: Tensor, class_weight: Tensor | None, classes: int, dtype: torch.dtype, options: Options
 ) -> tuple[Tensor, Tensor]:
     """What every row's loss is multiplied by, and its inverse: the number or weight of rows for reduction="mean"."""
-    if options[2] != "mean":
+    if options.reduction != "mean":
         divisor = torch.ones((), dtype=dtype, device=target.device)
     elif target.is_floating_point():
         divisor = torch.full((), target.shape[0], dtype=dtype, device=target.device)
     else:
-        counts = target != options[1]
+        counts = target != options.ignore_index
         if class_weight is None:
             divisor = counts.sum().to(dtype)
         else:
@@ -159,7 +164,7 @@ def _chunk_by_chunk(
     target_logit: Tensor | None,
     target: Tensor,
     class_weight: Tensor | None,
-    options: tuple[Any, ...],
+    how: tuple[float, Options, str],
     factor: Tensor,  # () or (N,)
     want: tuple[bool, ...],
 ) -> tuple[Tensor, list[Tensor | None]]:
@@ -183,10 +188,10 @@ def _chunk_by_chunk(
         else:
             torch.addmm(bias, h[at], weight.t(), out=x)
         if target_logit is not None:
-            labels = equations.label_columns(target[at], options[1], c)[:, None]
+            labels = equations.label_columns(target[at], how[1].ignore_index, c)[:, None]
             x.scatter_(1, labels, target_logit[at, None].to(x.dtype))
         losses[at], dx, dmu_part, dsigma_part = _loss_and_gradient_(
-            x, target[at], mu, sigma, class_weight, options, factor[at] if factor.ndim else factor,
+            x, target[at], mu, sigma, class_weight, how, factor[at] if factor.ndim else factor,
             any(want[:3]) or want[5], want[3], want[4],
         )  # fmt: skip
         if dx is not None:
@@ -218,27 +223,27 @@ def _loss_and_gradient_(
     mu: Tensor,
     sigma: Tensor,
     class_weight: Tensor | None,
-    options: tuple[Any, ...],
+    how: tuple[float, Options, str],
     factor: Tensor,
     want_x: bool,
     want_mu: bool,
     want_sigma: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Losses of the rows of a chunk, and dx, dmu, dsigma of factor * loss; dx may be written over x."""
-    lam, ignore_index, _, label_smoothing, path = options
+    lam, options, path = how
+    each = options._replace(weight=class_weight, reduction="none")
     if path == "triton":
         from . import triton_ce
 
-        rest = (target, mu, sigma, lam, class_weight, ignore_index)
-        losses, lse = triton_ce.forward(x, *rest, "none", label_smoothing, torch.float32)
+        losses, stats = triton_ce.forward(x, target, mu, sigma, lam, each, torch.float32)
         need = (want_x, want_mu, want_sigma)
-        found = triton_ce.backward(factor, lse, x, *rest, "sum", label_smoothing, need, x) if any(need) else (None,) * 3
-        return losses, *found
+        if not any(need):
+            return losses, None, None, None
+        summed = each._replace(reduction="sum")
+        return losses, *triton_ce.backward(factor, stats, x, target, mu, sigma, lam, summed, need, x)
     evaluate = native.evaluate if path == "native" else chunked.evaluate
-    return evaluate(
-        x, target, mu, sigma, lam, class_weight, ignore_index, "none", label_smoothing, want_x, want_mu or want_sigma,
-        factor.expand(x.shape[0]),
-    )  # fmt: skip
+    wanted = (want_x, want_mu or want_sigma)
+    return evaluate(x, target, mu, sigma, lam, each, *wanted, factor.expand(x.shape[0]))
 
 
 def _add_product(total: Tensor | None, dx: Tensor, h: Tensor, exact: bool) -> Tensor:
@@ -264,11 +269,11 @@ def _plain_gradients(
     target_logit: Tensor | None,
     target: Tensor,
     class_weight: Tensor | None,
-    options: tuple[Any, ...],
+    how: tuple[float, Options, str],
     want: tuple[bool, ...],
 ) -> list[Tensor | None]:
     """The gradients as functions that autograd can follow, by way of all of x and the plain formula."""
-    lam, ignore_index, reduction, label_smoothing, _ = options
+    lam, options, _ = how
     inputs = [
         v
         for v, wanted in zip((h, weight, bias, mu, sigma, target_logit), want, strict=True)
@@ -277,9 +282,7 @@ def _plain_gradients(
     with torch.enable_grad():
         x = F.linear(h, weight, bias)
         if target_logit is not None:
-            x = equations.with_target_logit(x, target, target_logit, ignore_index)
-        loss = equations.cross_entropy(
-            x, target, mu, sigma, lam, class_weight, ignore_index, reduction, label_smoothing
-        )
+            x = equations.with_target_logit(x, target, target_logit, options.ignore_index)
+        loss = equations.cross_entropy(x, target, mu, sigma, lam, options._replace(weight=class_weight))
         found = iter(torch.autograd.grad(loss.to(grad.dtype), inputs, grad, create_graph=True))
     return [next(found) if wanted else None for wanted in want]

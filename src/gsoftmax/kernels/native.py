@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_sigma, label_error
+from ..checks import Options, check_sigma, label_error
 
 __all__ = ["INSTRUCTIONS", "evaluate", "unavailable"]
 
@@ -115,10 +115,7 @@ def evaluate(
     mu: Tensor,
     sigma: Tensor,
     lam: float,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
+    options: Options,
     want_x: bool,
     want_gaussians: bool,
     grad: Tensor | None = None,
@@ -131,6 +128,7 @@ def evaluate(
     """
     if _call is None and unavailable():
         raise RuntimeError(_why)
+    weight, ignore_index, reduction, label_smoothing = options
     shape = x.shape
     dims = len(shape)
     x = x if dims < 4 else x.flatten(2)

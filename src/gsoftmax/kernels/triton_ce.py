@@ -43,6 +43,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import equations
+from ..checks import Options
 from . import under_transform
 from .launching import (
     DTYPES,
@@ -509,22 +510,20 @@ def forward(
     mu: Tensor,
     sigma: Tensor,
     lam: float,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
+    options: Options,
     dtype: torch.dtype,
     cut: Plan | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The loss in `dtype`, and what the backward pass needs: m, 1 / s, b, K and the divisor (see `_finish`)."""
     device = x.device
+    weight, ignore_index, reduction, label_smoothing = options
     key = (
         x.shape, x.stride(), target.stride(), x.dtype, target.dtype, None if weight is None else weight.dtype, dtype,
         device, lam != 0, ignore_index, reduction, label_smoothing, cut,
     )  # fmt: skip
     call = calls.get(key)
     if call is None:
-        call = _forward_call(x, target, lam, weight, ignore_index, reduction, label_smoothing, cut)
+        call = _forward_call(x, target, lam, options, cut)
         remember(key, call)
     n, tiles, cut = x.shape[0], call.tiles, call.block
     stats = torch.empty(call.size + (reduction == "mean"), dtype=torch.float32, device=device)
@@ -550,16 +549,8 @@ def forward(
     return loss, stats
 
 
-def _forward_call(
-    x: Tensor,
-    target: Tensor,
-    lam: float,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    cut: Plan | None,
-) -> Call:
+def _forward_call(x: Tensor, target: Tensor, lam: float, options: Options, cut: Plan | None) -> Call:
+    weight, ignore_index, reduction, label_smoothing = options
     (n, c), (sx_n, sx_c), st = x.shape, x.stride(), target.stride()
     hard = len(st) == 1
     st_n, st_c = (st[0], 0) if hard else st
@@ -589,10 +580,7 @@ def backward(
     mu: Tensor,
     sigma: Tensor,
     lam: float,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
+    options: Options,
     need: tuple[bool, bool, bool] = (True, True, True),
     dx: Tensor | None = None,
     cut: Plan | None = None,
@@ -601,13 +589,14 @@ def backward(
     if need[0] and dx is None:
         dx = torch.empty_like(x)
     device = x.device
+    weight, _, reduction, label_smoothing = options
     key = (
         x.shape, x.stride(), target.stride(), None if dx is None else dx.stride(), grad.stride(), x.dtype, target.dtype,
         None if weight is None else weight.dtype, grad.dtype, device, lam != 0, reduction, label_smoothing, need, cut,
     )  # fmt: skip
     call = calls.get(key)
     if call is None:
-        call = _backward_call(grad, x, target, lam, weight, reduction, label_smoothing, need, dx, cut)
+        call = _backward_call(grad, x, target, lam, options, need, dx, cut)
         remember(key, call)
     (need_mu, need_sigma), groups = call.flags, call.groups
     dmu: Tensor | None
@@ -638,13 +627,12 @@ def _backward_call(
     x: Tensor,
     target: Tensor,
     lam: float,
-    weight: Tensor | None,
-    reduction: str,
-    label_smoothing: float,
+    options: Options,
     need: tuple[bool, bool, bool],
     dx: Tensor | None,
     cut: Plan | None,
 ) -> Call:
+    weight, _, reduction, label_smoothing = options
     (n, c), (sx_n, sx_c), st = x.shape, x.stride(), target.stride()
     hard = len(st) == 1
     st_n, st_c = (st[0], 0) if hard else st
@@ -675,23 +663,22 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, mu: Tensor, sigma: Tensor, target: Tensor, weight: Tensor | None, options: tuple[Any, ...]
+        ctx: Any, x: Tensor, mu: Tensor, sigma: Tensor, target: Tensor, weight: Tensor | None, how: tuple[Any, ...]
     ) -> Tensor:
-        loss, stats = forward(x, target, mu, sigma, options[0], weight, *options[1:])
+        lam, options, dtype = how
+        loss, stats = forward(x, target, mu, sigma, lam, options, dtype)
         ctx.save_for_backward(x, mu, sigma, target, weight)
-        ctx.options, ctx.stats = options, stats
+        ctx.lam, ctx.options, ctx.stats = lam, options, stats
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, mu, sigma, target, weight = ctx.saved_tensors
-        stats = ctx.stats
-        lam, ignore_index, reduction, label_smoothing, _ = ctx.options
-        need, options = ctx.needs_input_grad[:3], (lam, weight, ignore_index, reduction, label_smoothing)
+        x, mu, sigma, target, _ = ctx.saved_tensors  # raises if the weight was changed in place
+        need, options = ctx.needs_input_grad[:3], ctx.options
         if torch.is_grad_enabled():  # create_graph: the gradient is differentiated again
-            dx, dmu, dsigma = _plain_gradients(grad, x, target, mu, sigma, *options, need)
+            dx, dmu, dsigma = _plain_gradients(grad, x, target, mu, sigma, ctx.lam, options, need)
         else:
-            dx, dmu, dsigma = backward(grad, stats, x, target, mu, sigma, *options, need)
+            dx, dmu, dsigma = backward(grad, ctx.stats, x, target, mu, sigma, ctx.lam, options, need)
         return dx, dmu, dsigma, None, None, None
 
 
@@ -706,16 +693,13 @@ def _plain_gradients(
     mu: Tensor,
     sigma: Tensor,
     lam: float,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
+    options: Options,
     need: tuple[bool, bool, bool],
 ) -> list[Tensor | None]:
     """The gradients as functions that autograd can follow, by way of the plain formula."""
     inputs = [v for v, needed in zip((x, mu, sigma), need, strict=True) if needed]
     with torch.enable_grad():
-        loss = equations.cross_entropy(x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing)
+        loss = equations.cross_entropy(x, target, mu, sigma, lam, options)
         found = iter(torch.autograd.grad(loss.to(grad.dtype), inputs, grad, create_graph=True))
     return [next(found) if needed else None for needed in need]
 
@@ -735,7 +719,7 @@ _BACKWARD = (
 
 @torch.library.custom_op("gsoftmax::cross_entropy", mutates_args=(), schema=_FORWARD)
 def _forward_op(x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing, dtype):
-    return forward(x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing, dtype)
+    return forward(x, target, mu, sigma, lam, Options(weight, ignore_index, reduction, label_smoothing), dtype)
 
 
 @_forward_op.register_fake
@@ -748,7 +732,8 @@ def _(x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothin
 @torch.library.custom_op("gsoftmax::cross_entropy_backward", mutates_args=(), schema=_BACKWARD)
 def _backward_op(grad, stats, x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing, *need):
     need_x, need_mu, need_sigma = need
-    got = backward(grad, stats, x, target, mu, sigma, lam, weight, ignore_index, reduction, label_smoothing, need)
+    options = Options(weight, ignore_index, reduction, label_smoothing)
+    got = backward(grad, stats, x, target, mu, sigma, lam, options, need)
     # An operator must return tensors that share no memory.
     if need_mu and need_sigma:
         got = (got[0], got[1].clone(), got[2].clone())
@@ -796,9 +781,6 @@ def supported(
     sigma: Tensor | None = None,
     lam: float = 1.0,
     weight: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
 ) -> str:
     """Why these kernels can't take a call, in a few words; "" where they can."""
     eager = not torch.compiler.is_compiling()
@@ -830,17 +812,7 @@ def prefer_plain_when_compiling(x: Tensor) -> bool:
     return x.numel() < 1 << 22
 
 
-def cross_entropy(
-    x: Tensor,
-    target: Tensor,
-    mu: Tensor,
-    sigma: Tensor,
-    lam: float,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-) -> Tensor:
+def cross_entropy(x: Tensor, target: Tensor, mu: Tensor, sigma: Tensor, lam: float, options: Options) -> Tensor:
     """`gsoftmax_cross_entropy` by Triton kernels; `supported` says which calls they take.
 
     x: (N, C), (N, C, d1, ...) or (C,); target: class indices or probabilities, as for `F.cross_entropy`; mu and sigma:
@@ -857,13 +829,14 @@ def cross_entropy(
     half = x.dtype != torch.float32 and not torch.is_autocast_enabled(x.device.type)
     dtype = x.dtype if half else torch.float32
     mu, sigma = mu.contiguous(), sigma.contiguous()
+    weight = options.weight
     if weight is not None:
         weight = weight.contiguous()
-    options = (ignore_index, reduction, label_smoothing, dtype)
+        options = options._replace(weight=weight)
     if torch.compiler.is_compiling():
-        loss = _forward_op(x, target, mu, sigma, lam, weight, *options)[0]
+        loss = _forward_op(x, target, mu, sigma, lam, *options, dtype)[0]
     elif torch.is_grad_enabled() and (x.requires_grad or mu.requires_grad or sigma.requires_grad):
-        loss = _apply(x, mu, sigma, target, weight, (lam, *options))
+        loss = _apply(x, mu, sigma, target, weight, (lam, options, dtype))
     else:
-        loss = forward(x, target, mu, sigma, lam, weight, *options)[0]
-    return loss.reshape(shape) if reduction == "none" and shape is not None else loss
+        loss = forward(x, target, mu, sigma, lam, options, dtype)[0]
+    return loss.reshape(shape) if options.reduction == "none" and shape is not None else loss

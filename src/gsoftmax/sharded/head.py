@@ -354,7 +354,8 @@ class ClassShard:
             raise TypeError(f"target must be a tensor, got {type(target).__name__}")
         flat, rows, _ = checks.flatten_linear(h, head.weight, target, head.bias)
         x = flat.new_empty((len(flat), self.num_classes), device="meta")
-        checks.check_cross_entropy(x, rows, class_weight, ignore_index, reduction, label_smoothing)
+        options = checks.Options(class_weight, ignore_index, reduction, label_smoothing)
+        checks.check_cross_entropy(x, rows, options)
         if not rows.is_floating_point():
             checks.check_labels(rows, self.num_classes, ignore_index)
         elif rows.requires_grad:
