@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off --no-compile -c constraints.txt
 NUMERICAL := $(addprefix tests/test_,$(addsuffix .py,functional backbones metrics significance ood geometry modules \
-	torchmetrics kernels_cpu kernels_linear data_batches)) $(addprefix src/gsoftmax/,functional.py losses.py heads.py \
+	torchmetrics kernels_cpu kernels_linear data_batches)) $(addprefix src/gsoftmax/,functional.py losses.py heads \
 	gaussians.py geometry.py metrics.py significance.py ood.py schedules.py torchmetrics.py backbones)
 SOURCES := pyproject.toml setup.py constraints.txt src/gsoftmax/kernels/native.c
 

@@ -31,7 +31,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gsoftmax import cli, compare, config, data, recipes, train
+from gsoftmax import cli, compare, config, data, heads, recipes
 from gsoftmax.report import figures
 
 ROOT = Path(__file__).parents[1]
@@ -180,7 +180,7 @@ def check_names(args: argparse.Namespace, changes: list[str]) -> None:
         for head in compare.split_heads(args.heads):
             name, options = config.parse_head(head)
             if ":" not in name:
-                train.find_head(name)(4, 3, **options)
+                heads.find(name)(4, 3, **options)
     if args.command == "reproduce":
         rows = {name: recipe for name, recipe in recipes.recipes().items() if recipe.table == args.table}
         assert any(recipe.published for recipe in rows.values()), f"unknown table {args.table}"

@@ -17,7 +17,7 @@ import torch
 from processes import one_thread  # noqa: F401
 from safetensors.torch import load_file
 
-from gsoftmax import backbones, compare, measures, runs, train
+from gsoftmax import backbones, compare, heads, measures, runs, train
 from gsoftmax.cli import main
 from gsoftmax.config import Config
 from gsoftmax.heads import HEADS
@@ -254,10 +254,10 @@ def test_a_head_in_the_current_folder_is_found_and_the_path_stays(tmp_path, monk
     (tmp_path / "lying_here.py").write_text(OWN_HEAD)
     monkeypatch.chdir(tmp_path)
     before = list(sys.path)
-    assert train.find_head("lying_here:Scaled").__name__ == "Scaled" and sys.path == before
+    assert heads.find("lying_here:Scaled").__name__ == "Scaled" and sys.path == before
     monkeypatch.syspath_prepend(tmp_path)
     before = list(sys.path)
-    assert train.find_head("lying_here:Scaled") and sys.path == before
+    assert heads.find("lying_here:Scaled") and sys.path == before
 
 
 @pytest.mark.parametrize("form", ["paired", "independent", "printed", "msml"])

@@ -30,7 +30,7 @@ import pytest
 import torch
 
 import gsoftmax
-from gsoftmax import backbones, cli, data, recipes, report, tables, train
+from gsoftmax import backbones, cli, data, heads, recipes, report, tables, train
 from gsoftmax.analyze import analyze
 from gsoftmax.config import Config
 from gsoftmax.data import cifar
@@ -351,7 +351,7 @@ def test_a_recipe_that_multiplies_itself_stays_small():
 )  # fmt: skip
 def test_heads_that_are_none_are_not_called(name, marker):
     with pytest.raises(ValueError, match="head") as caught:
-        train.find_head(name)
+        heads.find(name)
     assert "\n" not in str(caught.value)
 
 
@@ -361,7 +361,7 @@ def test_only_what_is_named_is_imported(tmp_path, monkeypatch, marker):
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("harmful", "softmax", "harmful.py", "gsoftmax:harmful", "./harmful:X"):
         try:
-            train.find_head(name)
+            heads.find(name)
         except ValueError:
             assert "harmful" not in sys.modules
 
@@ -371,7 +371,7 @@ def test_a_head_that_fails_while_it_is_imported_is_one_line(tmp_path, monkeypatc
     for i, text in enumerate(("1 / 0", "def (", "import nosuch", "raise SystemError", "x = undefined")):
         (tmp_path / f"failing{i}.py").write_text(text)
         with pytest.raises(ValueError, match=f"head 'failing{i}:Head' cannot be imported") as caught:
-            train.find_head(f"failing{i}:Head")
+            heads.find(f"failing{i}:Head")
         assert "\n" not in str(caught.value)
 
 

@@ -21,7 +21,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from .gaussians import GaussianLogits
-from .heads import HEADS, GSoftmaxHead, LSoftmaxHead, SoftmaxHead
+from .heads import HEADS, SoftmaxHead
 
 __all__ = ["attach", "attached_loss", "check_optimised", "head_of"]
 
@@ -388,7 +388,7 @@ def _make_head(
     cls: type[SoftmaxHead], old: nn.Linear | SoftmaxHead, num_classes: int | None, options: dict[str, Any]
 ) -> SoftmaxHead:
     classes = num_classes or _outputs(old)
-    if cls is not LSoftmaxHead:
+    if cls.has_bias:
         options = {"bias": old.bias is not None, **options}
     options = {**options, "dtype": old.weight.dtype}
     width = cls(1, classes, **options, device="meta").out_features
@@ -403,10 +403,7 @@ def _make_head(
             new.bias = old.bias
         elif new.bias is not None:
             nn.init.zeros_(new.bias)
-        if isinstance(new, GSoftmaxHead):
-            new.gaussians.reset_parameters()
-        elif isinstance(new, LSoftmaxHead):
-            new.steps.zero_()
+        new.reset_state()
     for hooks in _HOOKS:  # the dictionaries themselves, so that the handles that users keep still remove
         setattr(new, hooks, getattr(old, hooks))
     return new.train(old.training)

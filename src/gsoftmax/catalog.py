@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
-__all__ = ["BACKBONES", "DATASETS", "HEADS", "DatasetInfo", "HeadInfo", "heads"]
+__all__ = ["BACKBONES", "DATASETS", "DatasetInfo", "HeadInfo", "heads"]
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,6 @@ BACKBONES = {
     "timm:NAME": "any timm network without its classifier",
 }
 
-# name -> class in gsoftmax.heads
-HEADS = {"softmax": "SoftmaxHead", "lsoftmax": "LSoftmaxHead", "gsoftmax": "GSoftmaxHead"}
-
 
 @dataclass(frozen=True)
 class HeadInfo:
@@ -130,23 +127,30 @@ class HeadInfo:
 
 @cache
 def heads() -> list[HeadInfo]:
-    """The built-in heads, read from the source of `gsoftmax.heads` without running it.
+    """The heads of `gsoftmax.heads.HEADS`, read from the source without running it.
 
     >>> [head.name for head in heads()]
     ['softmax', 'lsoftmax', 'gsoftmax']
     >>> heads()[1].options["margin"]
     '2'
     """
-    tree = ast.parse(resources.files(__package__).joinpath("heads.py").read_text("utf-8"))
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    return [_head(name, classes[cls]) for name, cls in HEADS.items()]
+    assigned = [node for node in _parse("__init__").body if isinstance(node, ast.AnnAssign)]
+    registry = next(node.value for node in assigned if ast.unparse(node.target) == "HEADS")
+    assert isinstance(registry, ast.Dict)
+    pairs = zip(registry.keys, registry.values, strict=True)
+    return [_head(ast.literal_eval(key), ast.unparse(cls)) for key, cls in pairs if key is not None]
 
 
-def _head(name: str, node: ast.ClassDef) -> HeadInfo:
-    init = next(f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__init__")
-    args = init.args
-    named = [*args.posonlyargs, *args.args]
-    options = list(zip(named[len(named) - len(args.defaults) :], args.defaults, strict=True))
-    options += [(a, d) for a, d in zip(args.kwonlyargs, args.kw_defaults, strict=True) if d is not None]
-    shown = {arg.arg: ast.unparse(default) for arg, default in options if arg.arg not in ("device", "dtype")}
-    return HeadInfo(name, (ast.get_docstring(node) or "").partition("\n")[0], shown)
+def _parse(module: str) -> ast.Module:
+    return ast.parse(resources.files(__package__).joinpath("heads", f"{module}.py").read_text("utf-8"))
+
+
+def _head(name: str, cls: str) -> HeadInfo:
+    node = next(node for node in _parse(name).body if isinstance(node, ast.ClassDef) and node.name == cls)
+    args = next(f.args for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__init__")
+    options = {
+        arg.arg: ast.unparse(default)
+        for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True)
+        if default is not None and arg.arg not in ("device", "dtype")
+    }
+    return HeadInfo(name, (ast.get_docstring(node) or "").partition("\n")[0], options)

@@ -99,7 +99,7 @@ def _values(action: argparse.Action) -> Offer:
     recipes = _recipes()
     known = {
         "what": ("words", [*recipes, *_datasets()]),
-        "heads": ("list", catalog.HEADS),
+        "heads": ("list", [head.name for head in catalog.heads()]),
         "tables": ("list", FORMATS),
         "figures": ("list", figures.FORMATS),
         "table": ("words", dict.fromkeys(table for table, published in recipes.values() if published)),
@@ -128,7 +128,7 @@ def _keys() -> tuple[dict[str, str], dict[str, Offer]]:
         "backbone": [name.split("{")[0].removesuffix("NAME") for name in catalog.BACKBONES],
         "data": _datasets(),
         "device": ("auto", "cpu", "cuda"),
-        "head": catalog.HEADS,
+        "head": [head.name for head in catalog.heads()],
         "pool": ("avg", "max"),
         "schedule.name": SCHEDULES,
     }

@@ -15,7 +15,6 @@ import importlib.util
 import inspect
 import os
 import signal
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,13 +26,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import backbones, distributed, evaluation, schedules
+from . import backbones, distributed, evaluation, heads, schedules
 from . import data as data_room
 from .config import Config
 from .data.seeded import mix
 from .distributed import ALONE, Stopped, Watch, World
 from .gaussians import param_groups
-from .heads import HEADS, LSoftmaxHead
 from .messages import first_line, unknown
 from .runs import RunFolder, described_before
 
@@ -82,36 +80,6 @@ class Network(nn.Module):
             {k: v.full_tensor() if distributed.is_sharded(v) else v for k, v in found.items() if k != "draws"}
         )
         return head.eval()
-
-
-def find_head(name: str) -> type[nn.Module]:
-    """A head's class from its name or import path.
-
-    >>> find_head("gsoftmax").__name__
-    'GSoftmaxHead'
-    """
-    if name in HEADS:
-        return HEADS[name]
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        raise ValueError(f"{unknown('head', name, HEADS)}; heads are {', '.join(HEADS)} or package.module:ClassName")
-    here, added = os.getcwd(), os.getcwd() not in sys.path
-    if added:
-        sys.path.append(here)  # last, as `python -m gsoftmax` would have it first: a module of one's own is found here
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # a module may fail in any way while it is imported
-        raise ValueError(f"head {name!r} cannot be imported: {str(error) or type(error).__name__}") from error
-    finally:
-        if added:
-            sys.path.remove(here)
-    missing = [m for m in ("features", "loss", "predict_proba") if not callable(getattr(found, m, None))]
-    if not isinstance(found, type) or missing:
-        lacks = f"lacks {', '.join(missing)}" if missing else "is not a class"
-        raise ValueError(
-            f"head {name!r} {lacks}: a head is an nn.Module with features(h), loss(h, target), predict_proba(h)"
-        )
-    return found
 
 
 @functools.lru_cache(maxsize=4)
@@ -210,7 +178,7 @@ def build_head(
     config: Config, dataset: data_room.Dataset, features: int, device: torch.device | None = None, whole: bool = False
 ) -> nn.Module:
     """The configured head; `whole` makes one without shards of a head whose classes are sharded."""
-    cls, options = find_head(config.head), dict(config.head_options)
+    cls, options = heads.find(config.head), dict(config.head_options)
     if dataset.multilabel:
         options.setdefault("form", "paired")
     elif options.get("form") is not None:
@@ -225,9 +193,8 @@ def build_head(
                 f"head_options.shard={options['shard']} needs processes: torchrun --nproc-per-node K -m gsoftmax train"
             )
         options |= {"device": device, "averaged": True}  # as DDP and FSDP average the backbone's gradients
-    if issubclass(cls, LSoftmaxHead):
-        # the margin is fully there when nine tenths of the training are over
-        options.setdefault("anneal_steps", max(1, round(0.9 * total_steps(config, dataset)[1] * config.accumulate)))
+    if issubclass(cls, heads.SoftmaxHead):
+        options = cls.defaults(total_steps(config, dataset)[1] * config.accumulate) | options
     try:
         return cls(features, dataset.num_classes, **options)
     except (TypeError, RuntimeError) as error:

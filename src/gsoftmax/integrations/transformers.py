@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..attachment import attached_loss, head_of
 from ..gaussians import GaussianLogits, param_groups
-from ..heads import LSoftmaxHead, SoftmaxHead
+from ..heads import SoftmaxHead
 
 __all__ = ["GSoftmaxTrainerMixin"]
 
@@ -72,7 +72,7 @@ class GSoftmaxTrainerMixin:
                 return (loss, outputs) if return_outputs else loss
             finally:
                 handle.remove()
-        if any(isinstance(m, LSoftmaxHead) for m in model.modules()) and model.training:
+        if model.training and any(isinstance(m, SoftmaxHead) and m.needs_target for m in model.modules()):
             raise ValueError(
                 f"an L-softmax head in {type(model).__name__} cannot be trained here: its margin needs one target for "
                 "each h, and a Trainer without compute_loss_func, torch_compile and nn.DataParallel"
