@@ -244,6 +244,9 @@ def test_an_optimizer_that_was_handed_in_stays(tmp_path):
     trainer = _trainer(model, tmp_path, _images(), optimizers=(mine, None))
     assert trainer.create_optimizer() is mine
     assert [len(g["params"]) for g in mine.param_groups] == [len(list(model.parameters()))]
+    del mine.param_groups[0]["params"][-2:]
+    with pytest.warns(UserWarning, match="no optimizer holds classifier.gaussians.mu and classifier.gaussians.rho"):
+        trainer.train()
 
 
 def test_frozen_gaussians_and_other_heads_need_no_group(tmp_path):
@@ -491,6 +494,19 @@ def test_lightning_logs_the_geometry_of_every_epoch(tmp_path, package):
     _run(pl, tmp_path, [geometry, Check()], max_epochs=3).fit(_module(pl), _loader(40, seed=1), loader)
     assert len(epochs) == 3 == len(set(epochs))
     assert int(geometry.geometry.count.sum()) == 50
+
+
+@lightning_noise
+def test_lightning_checks_the_optimizer(tmp_path):
+    pl = _lightning("lightning.pytorch")
+    from gsoftmax.integrations.lightning import GeometryCallback
+
+    module = _module(pl)
+    module.configure_optimizers = lambda: torch.optim.SGD([module.linear.weight], lr=0.5)
+    attach(module)
+    trainer = _run(pl, tmp_path, [GeometryCallback(3)], max_epochs=1)
+    with pytest.warns(UserWarning, match="no optimizer holds linear.gaussians.mu and linear.gaussians.rho"):
+        trainer.fit(module, _loader(8), _loader(8))
 
 
 @lightning_noise

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from . import functional as functional
     from . import kernels as kernels
     from . import schedules as schedules
-    from .attachment import attach, attached_loss, check_optimised, head_of
-    from .gaussians import GaussianLogits, param_groups
+    from .attachment import attach, attached_loss, head_of
+    from .gaussians import GaussianLogits, check_optimised, param_groups
     from .heads import GSoftmaxHead, LSoftmaxHead, SoftmaxHead
     from .losses import GSoftmaxLoss, MultiLabelGSoftmaxLoss
 
@@ -29,7 +29,7 @@ _HOMES = {
     "SoftmaxHead": "heads",
     "attach": "attachment",
     "attached_loss": "attachment",
-    "check_optimised": "attachment",
+    "check_optimised": "gaussians",
     "head_of": "attachment",
     "param_groups": "gaussians",
 }

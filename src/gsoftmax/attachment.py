@@ -9,21 +9,17 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from .gaussians import GaussianLogits
 from .heads import HEADS, SoftmaxHead
 
-__all__ = ["attach", "attached_loss", "check_optimised", "head_of"]
+__all__ = ["attach", "attached_loss", "head_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -95,7 +91,6 @@ def attach(
         if path == "":
             model = new  # the model was the classifier
         _replace(model, old, new)
-        check_optimised(new)
         _log.info("%s of %s is now %s", path or "all", type(model).__name__, type(new).__name__)
     return model
 
@@ -456,86 +451,3 @@ def _reset_timm(model: nn.Module, num_classes: int) -> bool:
             options["global_pool"] = pool
     reset(num_classes, **options)
     return True
-
-
-# ------------------------------------------------------------------------------------------------------ optimiser check
-
-# After so many steps of optimisers that hold neither mu nor rho, though both have gradients: more than one, because
-# another optimiser may hold them and have its turn later.
-PATIENCE = 10
-
-
-@dataclass
-class _Watch:
-    steps: int
-    start: dict[str, Tensor | None]  # values of mu and rho at the first step that left them out
-    grads: dict[str, tuple[Tensor, int]]  # at the last step: one that stays as it is belongs to nobody's training
-
-
-_watched: weakref.WeakKeyDictionary[GaussianLogits, _Watch] = weakref.WeakKeyDictionary()
-_installed = False
-
-
-def check_optimised(module: nn.Module) -> None:
-    """Warn once if learned Gaussians in `module` get gradients but are in no optimiser.
-
-    It looks after each `step()` of any `torch.optim.Optimizer` until one is found that holds mu and rho (usually the
-    first), or until ten steps went by without, and neither has moved.  Forward and backward do nothing for it.  Fixed,
-    tracked and frozen Gaussians and those without a gradient are left in peace; so is gradient accumulation, which
-    makes no steps.  `attach` calls this for its head.
-
-    >>> head = GSoftmaxHead(8, 3)
-    >>> check_optimised(head)
-    >>> optimizer = torch.optim.SGD([head.weight, head.bias], lr=0.1)
-    >>> with warnings.catch_warnings(record=True) as caught:
-    ...     warnings.simplefilter("always")
-    ...     for _ in range(20):
-    ...         head.loss(torch.ones(2, 8), torch.tensor([0, 1])).backward()
-    ...         optimizer.step()
-    >>> [str(w.message).split(":")[0] for w in caught]
-    ['mu and sigma of a GaussianLogits with 3 classes had gradients at 10 optimiser steps and never moved']
-    """
-    global _installed
-    for part in module.modules():
-        if isinstance(part, GaussianLogits) and part.gaussians == "learned":
-            _watched.setdefault(part, _Watch(0, {"mu": None, "rho": None}, {}))
-    if _watched and not _installed:
-        register_optimizer_step_post_hook(_after_step)
-        _installed = True
-
-
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling() or not _watched:
-        return
-    for module, watch in list(_watched.items()):
-        waiting = {name: getattr(module, name) for name in watch.start}
-        grads = {name: (p.grad, p.grad._version) for name, p in waiting.items() if p.grad is not None}
-        fresh = [name for name in grads if not _same(grads[name], watch.grads.get(name))]
-        waiting = {name: p for name, p in waiting.items() if p.requires_grad and name in fresh}
-        watch.grads = grads
-        if not waiting:
-            continue
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for name, p in waiting.items():
-            if id(p) in held:
-                del watch.start[name]
-            elif watch.start[name] is None:
-                watch.start[name] = p.detach().clone()
-        watch.steps += 1
-        if not watch.start or watch.steps >= PATIENCE:
-            del _watched[module]
-            # Sharded training updates copies and writes them back: what has moved is in good hands.
-            still = [n for n, v in watch.start.items() if v is not None and torch.equal(v, getattr(module, n))]
-            if still:
-                names = " and ".join("sigma" if n == "rho" else n for n in still)
-                warnings.warn(
-                    f"{names} of {_article(type(module).__name__)} with {module.num_classes} classes had gradients at "
-                    f"{PATIENCE} optimiser steps and never moved: no optimiser holds them. Build it after attaching, "
-                    "from gsoftmax.param_groups(model, lr=...), or add loss.parameters() to it; "
-                    "gaussians='fixed' says that they are meant to stay",
-                    stacklevel=3,
-                )
-
-
-def _same(a: tuple[Tensor, int], b: tuple[Tensor, int] | None) -> bool:
-    return b is not None and a[0] is b[0] and a[1] == b[1]

@@ -6,6 +6,7 @@ The letters are those of `gsoftmax.functional`: mu and sigma are (classes,) in t
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -131,3 +132,11 @@ def with_target_logit(x: Tensor, target: Tensor, own: Tensor, ignore_index: int)
     """x with `own` (batch,) where the label's output was."""
     row = label_columns(target, ignore_index, x.shape[1])
     return x.scatter(1, row[:, None], own[:, None].to(x.dtype))
+
+
+def merge_moments(a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Count, mean and sum of squared deviations of two samples together (Chan, Golub and LeVeque 1983)."""
+    n = a[0] + b[0]
+    share = b[0] / n.clamp(min=1)  # of the second sample
+    delta = b[1] - a[1]
+    return n, a[1] + delta * share, a[2] + b[2] + delta * delta * (a[0] * share)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -72,7 +73,7 @@ class GaussianLogits(nn.Module):
         self.momentum = momentum
         self.sigma_min = sigma_min
         self.lr_mult = lr_mult
-        self._initial = (_per_class("mu", mu, num_classes), _per_class("sigma", sigma, num_classes))
+        self._initial = (per_class("mu", mu, num_classes), per_class("sigma", sigma, num_classes))
         self._check_sigma(self._initial[1])
         for name in ("mu", "rho"):
             value = torch.empty(num_classes, device=device, dtype=dtype)
@@ -83,10 +84,6 @@ class GaussianLogits(nn.Module):
         self.mu: Tensor
         self.rho: Tensor
         self.reset_parameters()
-        if gaussians == "learned":
-            from .attachment import check_optimised  # late: attachment imports this module
-
-            check_optimised(self)
 
     @property
     def lam(self) -> float:
@@ -110,8 +107,8 @@ class GaussianLogits(nn.Module):
     @torch.no_grad()
     def set_gaussians(self, mu: float | Sequence[float] | Tensor, sigma: float | Sequence[float] | Tensor) -> None:
         """Write mu and sigma, each a number or one value for each class."""
-        mu = _per_class("mu", mu, self.num_classes)
-        sigma = _per_class("sigma", sigma, self.num_classes)
+        mu = per_class("mu", mu, self.num_classes)
+        sigma = per_class("sigma", sigma, self.num_classes)
         self._check_sigma(sigma)
         self.mu.copy_(mu)
         self.rho.copy_((sigma - self.sigma_min).clamp_min(self._low()).log())
@@ -131,11 +128,11 @@ class GaussianLogits(nn.Module):
             x = _rows(batch[0] if isinstance(batch, (tuple, list)) else batch, self.num_classes).double()
             if len(x):
                 var, mean = torch.var_mean(x, dim=0, correction=0)
-                total = _merge(total, (torch.full_like(mean, len(x)), mean, var * len(x)))
+                total = equations.merge_moments(total, (torch.full_like(mean, len(x)), mean, var * len(x)))
         if _processes() > 1:
             parts = [torch.empty_like(torch.stack(total)) for _ in range(_processes())]
             dist.all_gather(parts, torch.stack(total))
-            total = functools.reduce(_merge, (tuple(part) for part in parts))
+            total = functools.reduce(equations.merge_moments, (tuple(part) for part in parts))
         count, mean, m2 = total
         n = int(count[0])
         if n < 2:
@@ -249,10 +246,7 @@ def param_groups(model: nn.Module, *, lr: float, weight_decay: float = 0.0) -> l
     >>> [(len(g["params"]), g["lr"], g["weight_decay"]) for g in groups]
     [(2, 1.0, 0.0)]
     """
-    multipliers: dict[int, float] = {}
-    for module in model.modules():
-        if isinstance(module, GaussianLogits):
-            multipliers.update({id(p): module.lr_mult for p in module.parameters(recurse=False)})
+    multipliers = {id(p): g.lr_mult for _, g in named_gaussians(model) for p in g.parameters(recurse=False)}
     groups: dict[float | None, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -265,7 +259,42 @@ def param_groups(model: nn.Module, *, lr: float, weight_decay: float = 0.0) -> l
     ]
 
 
-def _per_class(name: str, value: float | Sequence[float] | Tensor, classes: int) -> Tensor:
+def check_optimised(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+    """Warn if learned Gaussians in `model` are in none of the optimizers, so that they would keep their initial values.
+
+    Call it once, before the first step.  Fixed, tracked and frozen (`requires_grad=False`) Gaussians need no optimizer.
+    Optimizers that hold no other parameter of the model either, only copies as sharded training makes them, tell
+    nothing.  `GSoftmaxTrainerMixin` and `GeometryCallback` make this check themselves.
+
+    model: any module with Gaussians inside, such as a model after `attach` or a loss of this package
+    optimizers: all that train it
+
+    >>> loss = GaussianLogits(3)
+    >>> check_optimised(loss, torch.optim.SGD(param_groups(loss, lr=0.1)))
+    """
+    held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    learned = {
+        f"{path}.{name}".lstrip("."): p
+        for path, gaussians in named_gaussians(model)
+        for name, p in gaussians.named_parameters(recurse=False)
+        if p.requires_grad
+    }
+    others = {id(p) for p in model.parameters()} - {id(p) for p in learned.values()}
+    missing = [name for name, p in learned.items() if id(p) not in held]
+    if missing and (held & others or not others):
+        warnings.warn(
+            f"no optimizer holds {' and '.join(missing)}: build it after attaching, from gsoftmax.param_groups(model, "
+            "lr=...), or add loss.parameters() to it; gaussians='fixed' says that they are meant to stay",
+            stacklevel=2,
+        )
+
+
+def named_gaussians(model: nn.Module) -> list[tuple[str, GaussianLogits]]:
+    """Path and module of every `GaussianLogits` in the model."""
+    return [(path, m) for path, m in model.named_modules() if isinstance(m, GaussianLogits)]
+
+
+def per_class(name: str, value: float | Sequence[float] | Tensor, classes: int) -> Tensor:
     """A float64 tensor (classes,) on the CPU, from a number or one value for each class."""
     value = torch.as_tensor(value, dtype=torch.float64, device="cpu").detach()
     if value.ndim > 0 and value.shape != (classes,):
@@ -295,14 +324,3 @@ def _kernel() -> Any:
     except ImportError:
         return None
     return triton_track
-
-
-_Moments = tuple[Tensor, Tensor, Tensor]
-
-
-def _merge(a: _Moments, b: _Moments) -> _Moments:
-    """Count, mean and sum of squared deviations of two sets together (Chan et al. 1983)."""
-    n = a[0] + b[0]
-    share = b[0] / n.clamp_min(1)
-    d = b[1] - a[1]
-    return n, a[1] + d * share, a[2] + b[2] + d * d * (a[0] * share)

@@ -33,6 +33,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import equations
+
 __all__ = [
     "ClassGeometry",
     "ClassStatistics",
@@ -632,11 +634,6 @@ def _own_and_impostors(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _chan(a: Tensor, b: Tensor, counts: int) -> Tensor:
-    """Two tables of [counts | means | m2] as one, as if from one sample (Chan, Golub and LeVeque)."""
-    columns = (a.shape[1] - counts) // 2
-    n_a, mean_a, m2_a = a.split([counts, columns, columns], dim=1)
-    n_b, mean_b, m2_b = b.split([counts, columns, columns], dim=1)
-    n = n_a + n_b
-    share = n_b / n.clamp(min=1)  # of the second sample
-    delta = mean_b - mean_a
-    return torch.cat([n, mean_a + delta * share, m2_a + m2_b + delta * delta * (n_a * share)], dim=1)
+    """Two tables of [counts | means | m2] as one, as if from one sample."""
+    widths = [counts] + [(a.shape[1] - counts) // 2] * 2
+    return torch.cat(equations.merge_moments(a.split(widths, dim=1), b.split(widths, dim=1)), dim=1)

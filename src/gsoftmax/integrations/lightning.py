@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..gaussians import check_optimised
 from ..geometry import ClassGeometry, ClassStatistics
 
 try:
@@ -59,6 +60,9 @@ class GeometryCallback(Callback):  # type: ignore[misc, unused-ignore]
         self.geometry: ClassGeometry | None = None
         self._statistics: list[ClassStatistics] = []
         self._fresh()  # a mistake in the options shows at once
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        check_optimised(pl_module, *trainer.optimizers)
 
     def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         # one for each validation set, on every process, with or without batches: all of them take part in `sync`

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attachment import attached_loss, head_of
-from ..gaussians import GaussianLogits, param_groups
+from ..gaussians import GaussianLogits, check_optimised, param_groups
 from ..heads import SoftmaxHead
 
 __all__ = ["GSoftmaxTrainerMixin"]
@@ -137,9 +137,10 @@ class GSoftmaxTrainerMixin:
         """`Trainer`'s optimiser, with the Gaussians in groups of their own; one that was handed in stays as it is."""
         ours = getattr(self, "optimizer", None) is None
         optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        model = next(iter(args), kwargs.get("model")) or self.model  # type: ignore[attr-defined]
         if ours:
-            model = next(iter(args), kwargs.get("model"))
-            _regroup(optimizer, self.model if model is None else model, self.args.learning_rate)  # type: ignore[attr-defined]
+            _regroup(optimizer, model, self.args.learning_rate)  # type: ignore[attr-defined]
+        check_optimised(model, optimizer)
         return optimizer
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import checks, equations
-from ..gaussians import GaussianLogits, _merge, _per_class
+from ..equations import merge_moments
+from ..gaussians import GaussianLogits, per_class
 from . import wire
 from .loss import _column_tiles, _CrossEntropy, _GatherRows, _linear, _Plan, _prepared, _tiles, _top
 from .wire import _agree, _all_reduce, _all_to_all, _gather_rows, _rounds, _size, split
@@ -255,7 +256,7 @@ class ClassShard:
                 var, mean = torch.var_mean(x, dim=0, correction=0) if len(x) else (x.sum(0), x.sum(0))
                 parts.append(torch.stack([torch.full_like(mean, len(x)), mean, var * len(x)]))
             if parts:
-                total = _merge(total, tuple(torch.cat(parts, 1)))
+                total = merge_moments(total, tuple(torch.cat(parts, 1)))
         _, mean, m2 = total
         error = None
         if rows < 2:
@@ -470,12 +471,12 @@ class _ShardedGaussians(GaussianLogits):
         initial = []
         for name, value in (("mu", mu), ("sigma", sigma)):
             if torch.as_tensor(value).ndim:  # a number needs no room for every class
-                value = _per_class(name, value, shard.num_classes)
+                value = per_class(name, value, shard.num_classes)
                 if name == "sigma":
                     self._check_sigma(value)
                 initial.append(value[own].clone())
             else:
-                initial.append(_per_class(name, value, 1)[0])
+                initial.append(per_class(name, value, 1)[0])
         self._check_sigma(initial[1])
         self._initial = (initial[0], initial[1])
         for name in ("mu", "rho"):
@@ -503,7 +504,7 @@ class _ShardedGaussians(GaussianLogits):
     def set_gaussians(self, mu: Any, sigma: Any) -> None:
         if not isinstance(getattr(self, "shard", None), ClassShard):
             return super().set_gaussians(mu, sigma)
-        mu, sigma = _per_class("mu", mu, self.num_classes), _per_class("sigma", sigma, self.num_classes)
+        mu, sigma = per_class("mu", mu, self.num_classes), per_class("sigma", sigma, self.num_classes)
         self._check_sigma(sigma)
         self.write_own(mu[self.shard.start : self.shard.stop], sigma[self.shard.start : self.shard.stop])
 
