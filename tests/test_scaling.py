@@ -46,7 +46,7 @@ def test_the_model_grows_with_what_it_should(tmp_path):
 
 def test_the_readme_shows_what_was_measured(tmp_path):
     readme = (scaling.ROOT / "README.md").read_text("utf-8")
-    table = readme[readme.index("## What it costs") : readme.index("## Put it on a model you have")]
+    table = readme[readme.index("## What it costs") : readme.index("## Attach to an existing model")]
     for _, size, ratio in plot.bars():
         assert f"{ratio:.2f}" in table, size
     plot.plot(tmp_path / "plot.svg")
