@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from gsoftmax import evaluation, recipes, train
+from gsoftmax import build, recipes
 from gsoftmax.config import Config
 
 from .run import ROWS, resolve_spec, where
@@ -78,14 +78,14 @@ def measure(recipe: str, data: dict[str, str], blocks: int, steps: int) -> dict[
 
 def _step_and_head(config: Config, stack: ExitStack) -> tuple[Callable[[], None], Callable[[], None]]:
     """A training step on a batch that is there already, and its head alone."""
-    dataset = train.load_data(config)
+    dataset = build.load_data(config)
     device = dataset.train.y.device
-    parts = train.prepare(config, dataset, device)
-    inputs, target = next(train._train_batches(dataset, config, 1))
-    amp, options = evaluation.autocast(config, device), train.loss_options(config)
+    parts = build.prepare(config, dataset, device)
+    inputs, target = next(build.train_batches(dataset, config, 1))
+    amp, options = build.autocast(config, device), build.loss_options(config)
     parts.network.train()
     if config.cuda_graphs and device.type == "cuda":
-        stack.enter_context(train._recorded(parts.network.backbone, inputs, amp))
+        stack.enter_context(build.cuda_graphs(parts.network.backbone, inputs, amp))
     with torch.no_grad(), amp():
         h = parts.network.h(inputs).clone()
     h.requires_grad_()

@@ -23,9 +23,9 @@ import numpy as np
 import pytest
 import torch
 
-from gsoftmax import cli, compare, data, recipes, train
+from gsoftmax import build, cli, compare, data, recipes
+from gsoftmax.config import Config
 from gsoftmax.data import smoke
-from gsoftmax.train import Config
 
 Snapshot = dict[str, bytes | None]
 
@@ -48,7 +48,7 @@ def refused(tmp_path, capsys, monkeypatch) -> Iterator[Callable[..., str]]:
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     threads = torch.get_num_threads()
-    train._load.cache_clear()  # files of one name differ from test to test
+    build.load_cached.cache_clear()  # files of one name differ from test to test
 
     def late(*_: object) -> None:
         pytest.fail("no answer after 5 minutes")

@@ -16,7 +16,7 @@ import torch
 from processes import one_thread  # noqa: F401
 from safetensors.torch import load_file
 
-from gsoftmax import distributed, evaluation, runs, train
+from gsoftmax import build, distributed, evaluation, runs, train
 from gsoftmax.config import Config
 from gsoftmax.distributed import World
 
@@ -74,8 +74,8 @@ def compare(done: subprocess.CompletedProcess[str], changes: list[str], size: in
     # one writer, and what several wrote is what one reads
     assert len(list((tmp_path / "many" / "checkpoint").iterdir())) == 2
     state = torch.load(max((tmp_path / "many" / "checkpoint").iterdir()), weights_only=True)
-    parts = train.prepare(
-        Config().override(_config(changes)), train.load_data(Config(device="cpu")), torch.device("cpu")
+    parts = build.prepare(
+        Config().override(_config(changes)), build.load_data(Config(device="cpu")), torch.device("cpu")
     )
     parts.load(state, World())
     mine = torch.load(max((tmp_path / "one" / "checkpoint").iterdir()), weights_only=True)
@@ -119,7 +119,7 @@ def test_classes_in_shards(tmp_path):
 
 
 def _stop_in_epoch_two(*argv):
-    original = train._train_batches
+    original = build.train_batches
 
     def counted(*args):
         for i, batch in enumerate(original(*args)):
@@ -127,7 +127,7 @@ def _stop_in_epoch_two(*argv):
                 os.kill(os.getpid(), signal.SIGTERM)
             yield batch
 
-    train._train_batches = counted
+    build.train_batches = counted
     return processes.gsoftmax(*argv)
 
 
@@ -152,7 +152,7 @@ def test_a_checkpoint_of_two_processes_resumes_on_three(tmp_path):
 def test_states_travel_in_the_usual_order_of_memory():
     """A weight in channels-last order that is sent as it lies arrives as another weight."""
     config = Config(device="cpu")
-    parts = train.prepare(config, train.load_data(config), torch.device("cpu"))
+    parts = build.prepare(config, build.load_data(config), torch.device("cpu"))
     parts.network(torch.randn(2, 1, 8, 8), torch.tensor([1, 2])).backward()
     parts.optimizer.step()
     held = [*parts.network.parameters(), *(s["momentum_buffer"] for s in parts.optimizer.state.values())]
@@ -169,13 +169,13 @@ def test_rows_come_back_in_order():
 
 
 def test_mistakes(tmp_path, monkeypatch):
-    dataset, cpu = train.load_data(Config(device="cpu")), torch.device("cpu")
+    dataset, cpu = build.load_data(Config(device="cpu")), torch.device("cpu")
     with pytest.raises(ValueError, match="batch_size must be at least the number of processes, 80, .* got 64"):
-        train.prepare(Config(device="cpu"), dataset, cpu, World(0, 80))
+        build.prepare(Config(device="cpu"), dataset, cpu, World(0, 80))
     with pytest.raises(ValueError, match="ema must be 0 with parallel=fsdp and with classes in shards, got 0.9"):
-        train.prepare(Config(device="cpu", ema=0.9, parallel="fsdp"), dataset, cpu, World(0, 2))
+        build.prepare(Config(device="cpu", ema=0.9, parallel="fsdp"), dataset, cpu, World(0, 2))
     with pytest.raises(ValueError, match="amp must be off or bf16 with parallel=fsdp"):
-        train.prepare(Config(device="cpu", amp="fp16", parallel="fsdp"), dataset, cpu, World(0, 2))
+        build.prepare(Config(device="cpu", amp="fp16", parallel="fsdp"), dataset, cpu, World(0, 2))
     monkeypatch.setenv("WORLD_SIZE", "2")
     from gsoftmax.cli import main
 

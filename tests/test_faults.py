@@ -18,7 +18,7 @@ import pytest
 import torch
 from processes import one_thread  # noqa: F401
 
-from gsoftmax import compare, distributed, evaluation, runs, train
+from gsoftmax import build, compare, distributed, evaluation, runs, train
 from gsoftmax.cli import main
 from gsoftmax.config import Config
 
@@ -136,16 +136,16 @@ def test_the_clock_asks_for_checkpoints_inside_an_epoch(undisturbed, tmp_path, m
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path, monkeypatch):
     """The gradient of the last batch overflows: its loss is a number, the weights after it are none."""
-    forward, seen = train.Network.forward, []
+    forward, seen = build.Network.forward, []
 
     def poisoned(self, inputs, target, **options):
         loss = forward(self, inputs, target, **options)
         seen.append(1)
         return loss + (self.head.weight * float("inf")).sum() * 0 if len(seen) == 12 else loss
 
-    monkeypatch.setattr(train.Network, "forward", poisoned)
-    monkeypatch.setattr(train, "_doubles", lambda losses: torch.zeros(len(losses), dtype=torch.float64))
-    with pytest.raises(train.Diverged, match="a weight stopped being a finite number in epoch 2; the last good .*0001"):
+    monkeypatch.setattr(build.Network, "forward", poisoned)
+    monkeypatch.setattr(train.Run, "gathered_losses", lambda self: torch.zeros(len(self.losses)).double())
+    with pytest.raises(train.Diverged, match="a weight stopped being finite in epoch 2; the last good .*0001"):
         train.train(QUICK, tmp_path / "run")
     [kept] = checkpoints(tmp_path / "run")
     assert all(v.isfinite().all() for v in torch.load(kept, weights_only=True)["network"].values())
@@ -194,7 +194,7 @@ def test_a_signal_saves_and_says_how_to_go_on(number, status, undisturbed, tmp_p
     argv = ["train", "digits", "epochs=3", "train_fraction=0.3", "threads=1", "device=cpu", "head=gsoftmax"]
     argv += ["backbone_options.dropout=0.2", "--out", "run"]
     batches = data_batches = 0
-    original = train._train_batches
+    original = build.train_batches
 
     def counted(*args):
         nonlocal batches
@@ -205,7 +205,7 @@ def test_a_signal_saves_and_says_how_to_go_on(number, status, undisturbed, tmp_p
             yield batch
 
     with monkeypatch.context() as patched:
-        patched.setattr(train, "_train_batches", counted)
+        patched.setattr(build, "train_batches", counted)
         before = signal.getsignal(number)
         assert main(argv) == status
         assert signal.getsignal(number) is before
@@ -219,7 +219,7 @@ def test_a_signal_saves_and_says_how_to_go_on(number, status, undisturbed, tmp_p
 def _compare_quickly(*argv):
     """Without importing torch for each run, and without trained epochs until the signal comes: runs wait for it."""
     multiprocessing.get_context = lambda _, find=multiprocessing.get_context: find("fork")
-    original = train._train_batches
+    original = build.train_batches
 
     def until_stopped(*args):
         for batch in original(*args):
@@ -227,7 +227,7 @@ def _compare_quickly(*argv):
                 time.sleep(0.01)
             yield batch
 
-    train._train_batches = until_stopped
+    build.train_batches = until_stopped
     return processes.gsoftmax(*argv)
 
 

@@ -17,7 +17,7 @@ import torch
 from processes import one_thread  # noqa: F401
 from safetensors.torch import load_file
 
-from gsoftmax import backbones, compare, heads, measures, runs, train
+from gsoftmax import backbones, build, compare, heads, measures, runs, train
 from gsoftmax.cli import main
 from gsoftmax.config import Config
 from gsoftmax.heads import HEADS
@@ -82,7 +82,7 @@ def test_every_recipe_is_valid_and_every_row_is_there():
     for recipe in found.values():
         for smoke in (False, True):
             config = recipe.config(smoke=smoke)
-            schedule = train.build_schedule(config, config.epochs)
+            schedule = build.schedule(config, config.epochs)
             assert all(schedule(n) >= 0 for n in range(1, config.epochs + 1))
     wide = find("wrn-cifar10-gsoftmax").config()
     assert (wide.backbone, wide.batch_size, wide.head_options["lam"]) == ("wrn-40-14", 128, 0.5)
@@ -128,17 +128,17 @@ def test_two_runs_are_identical_and_a_stopped_one_goes_on_exactly(head, tmp_path
 
 
 def test_heads_with_one_seed_start_alike_and_see_the_same_batches():
-    dataset = train.load_data(QUICK)
-    networks = {h: train.build(QUICK.override({"head": h}), dataset) for h in HEADS}
+    dataset = build.load_data(QUICK)
+    networks = {h: build.network(QUICK.override({"head": h}), dataset) for h in HEADS}
     reference = networks["softmax"].state_dict()
     for network in networks.values():
         for name, value in network.state_dict().items():
             if name in reference and name != "head.bias":
                 assert torch.equal(value, reference[name]), name
-    batches = [list(train._train_batches(dataset, QUICK.override({"head": h}), 2)) for h in HEADS]
+    batches = [list(build.train_batches(dataset, QUICK.override({"head": h}), 2)) for h in HEADS]
     for a, b, c in zip(*batches, strict=True):
         assert torch.equal(a[0], b[0]) and torch.equal(a[0], c[0]) and torch.equal(a[1], b[1])
-    other = train.build(QUICK.override({"seed": 1}), dataset).state_dict()
+    other = build.network(QUICK.override({"seed": 1}), dataset).state_dict()
     assert not torch.equal(other["head.weight"], reference["head.weight"])
 
 
@@ -177,8 +177,8 @@ def test_a_diverging_loss_stops_the_run_and_keeps_the_checkpoint(tmp_path, monke
         loss = original(self, inputs, target, **options)
         return loss * math.nan if len(seen) == 8 else (seen.append(1), loss)[1]
 
-    seen, original = [], train.Network.forward
-    monkeypatch.setattr(train.Network, "forward", poisoned)
+    seen, original = [], build.Network.forward
+    monkeypatch.setattr(build.Network, "forward", poisoned)
     words = r"the loss became nan in step 9 \(epoch 2, batch 3\); the last good checkpoint is .*epoch-000001-.*pt"
     with pytest.raises(train.Diverged, match=words):
         train.train(QUICK, tmp_path / "run")
@@ -209,7 +209,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_partial_file(tmp_path, capsys, mo
 
 def test_schedule_by_step_with_warm_up():
     config = Config(schedule={"name": "linspace", "a": 1.0, "b": 0.0}, schedule_every="step", warmup=0.5)
-    schedule = train.build_schedule(config, 9)
+    schedule = build.schedule(config, 9)
     assert [round(schedule(n), 3) for n in (1, 4, 5, 9)] == [0.222, 0.556, 0.5, 0.0]
 
 
@@ -426,8 +426,8 @@ def test_outside_data_that_cannot_be_ranked_cost_no_run(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"ood": "digits"}, "other data"),
-        ({"ood": "digits-mosaic nosuch"}, r"ood \(of 2.*unknown dataset 'nosuch'"),
+        ({"ood": "digits"}, "ood must differ from the training data, got 'digits'"),
+        ({"ood": "digits-mosaic nosuch"}, r"ood \(one of 2 datasets.*unknown dataset 'nosuch'"),
         ({"ood": "digits", "data": "digits-mosaic"}, "single-label"),
         ({"cuda_graphs": True, "accumulate": 2}, "cuda_graphs"),
         ({"cuda_graphs": True, "compile": True}, "cuda_graphs"),
@@ -462,7 +462,7 @@ def test_recording_a_network_changes_nothing_but_the_launches(monkeypatch):
     inputs, recorder = torch.randn(8, 4), _Recorder()
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", recorder)
     before = {k: v.clone() for k, v in network.state_dict().items()}
-    with train._recorded(network, inputs, torch.no_grad):
+    with build.cuda_graphs(network, inputs, torch.no_grad):
         assert all(torch.equal(v, before[k]) for k, v in network.state_dict().items())
         network(inputs)
         assert recorder.replays == 1
@@ -482,8 +482,8 @@ def test_what_cannot_be_recorded_is_one_line(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", refuse)
     with (
-        pytest.raises(ValueError, match="^cuda_graphs: this backbone cannot be recorded: Modules must not have hooks$"),
-        train._recorded(torch.nn.Linear(2, 2), torch.zeros(1, 2), torch.no_grad),
+        pytest.raises(ValueError, match="^cuda_graphs: this backbone cannot be captured: Modules must not have hooks$"),
+        build.cuda_graphs(torch.nn.Linear(2, 2), torch.zeros(1, 2), torch.no_grad),
     ):
         pass
 
@@ -508,7 +508,7 @@ def test_a_recorded_step_is_the_same_step(name, shape, options, monkeypatch):
         inputs = torch.randn(size, *shape).to("cuda", memory_format=torch.channels_last)
         return inputs, torch.randint(usual.num_features, (size,), device="cuda")
 
-    with train._recorded(recorded, batch(16)[0], nullcontext):  # on a batch that does not come again
+    with build.cuda_graphs(recorded, batch(16)[0], nullcontext):  # on a batch that does not come again
         for step in range(4):
             inputs, target = batch(16)
             outputs = [n.train()(inputs) for n in both]

@@ -347,7 +347,7 @@ def _clear() -> None:
 
 
 def _compare(args: argparse.Namespace) -> None:
-    from . import compare, report, summary, tables, train
+    from . import build, compare, report, summary, tables
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("compare starts its own processes, as many as --jobs says; torchrun is for gsoftmax train")
@@ -359,7 +359,7 @@ def _compare(args: argparse.Namespace) -> None:
     if config.threads == 0:
         # one thread a run: --jobs decides how many cores are busy, and results do not depend on it
         config = config.override({"threads": 1})
-    dataset = train.load_data(config, args.data)
+    dataset = build.load_data(config, args.data)
     default = "softmax,gsoftmax" if dataset.multilabel else "softmax,lsoftmax,gsoftmax"
     heads = compare.split_heads(args.heads or default)
     out = _folder(args.what, args.out)

@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
-from . import measures
+from . import build, measures
 from .config import Config, parse_head
 from .distributed import Stopped
 from .files import locked
 from .runs import folder_name, read_config, read_result
 from .summary import summarise
-from .train import build, build_optimizer, build_schedule, load_data, pick_device, train, validate
+from .train import train
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def compare(
     if not heads or not seeds:
         raise ValueError(f"heads and seeds must not be empty, got {len(heads)} and {len(seeds)}")
     out = Path(out)
-    dataset = load_data(base, data_root)
+    dataset = build.load_data(base, data_root)
     tasks = []
     for seed in seeds:  # seeds outermost: whole pairs early
         for head in heads:
@@ -99,11 +99,11 @@ def _run_missing(
 def _refuse_early(tasks: Sequence[Task], dataset: Any) -> None:
     """Heads that cannot be built on this data fail before anything is trained or written."""
     for task in tasks:
-        validate(task.config, dataset)
-        build_schedule(task.config, max(task.config.epochs, 1))
+        build.validate(task.config, dataset)
+        build.schedule(task.config, max(task.config.epochs, 1))
         if not task.config.pretrained and task.config.weights is None:
             with torch.device("meta"):
-                build_optimizer(task.config, build(task.config, dataset))
+                build.optimizer(task.config, build.network(task.config, dataset))
 
 
 def _done(task: Task) -> bool:
@@ -121,7 +121,7 @@ def _run_all(tasks: Sequence[Task], jobs: int | None) -> Any:
     """Runs tasks, `jobs` at a time, and gives each as it ends."""
     if not tasks:
         return
-    gpus = torch.cuda.device_count() if pick_device(tasks[0].config.device).type == "cuda" else 0
+    gpus = torch.cuda.device_count() if build.pick_device(tasks[0].config.device).type == "cuda" else 0
     jobs = min(jobs or gpus or os.cpu_count() or 1, len(tasks))
     if jobs == 1:
         for task in tasks:

@@ -175,27 +175,36 @@ def local_device(device: torch.device) -> torch.device:
     return device
 
 
-def on_rank0(world: World, work: Callable[[], T]) -> T:
-    """What rank 0 makes of `work`, on every process; errors are re-raised on every rank."""
-    if world.size == 1:
-        return work()
-    box: list[Any] = [None, None]
-    if world.first:
-        try:
-            box = [work(), None]
-        except (ValueError, OSError, RuntimeError) as error:
-            box = [None, error]
-    dist.broadcast_object_list(box, src=0)
-    if box[1] is not None:
-        raise box[1]
+def only_rank0(world: World, work: Callable[..., T], *args: Any) -> T | None:
+    """Calls `work` on rank 0, which keeps the result; errors are re-raised on every rank."""
+    result, failed = None, None
+    try:
+        result = work(*args) if world.first else None
+    except (ValueError, OSError, RuntimeError) as error:
+        failed = error
+    failed = from_rank0(world, failed)
+    if failed is not None:
+        raise failed
+    return result
+
+
+def on_rank0(world: World, work: Callable[..., T], *args: Any) -> T:
+    """Calls `work` on rank 0 and broadcasts the result; errors are re-raised on every rank."""
+    return from_rank0(world, only_rank0(world, work, *args))
+
+
+def rank0_first(world: World, work: Callable[..., T], *args: Any) -> T:
+    """Calls `work` on rank 0, then on the others, which find the files that it unpacked or cached."""
+    result: Any = only_rank0(world, work, *args)
+    return result if world.first else work(*args)
+
+
+def from_rank0(world: World, value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    box = [value]
+    if world.size > 1:
+        dist.broadcast_object_list(box, src=0)
     return box[0]
-
-
-def rank0_first(world: World, work: Callable[[], T]) -> T:
-    """Rank 0 first, the others when it is done: what it unpacks or caches on the way is there for them."""
-    found: list[T] = []
-    on_rank0(world, lambda: found.append(work()))
-    return found[0] if found else work()
 
 
 @torch.no_grad()

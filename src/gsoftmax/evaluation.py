@@ -6,51 +6,24 @@ Every process of a run evaluates its share of the rows; rank 0 brings them toget
 from __future__ import annotations
 
 import dataclasses
-import functools
+import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import distributed, geometry, metrics, ood
+from . import distributed, geometry, metrics, ood, sharded
+from .build import Network, autocast, load_cached
 from .config import Config
-from .data import Dataset, eval_batches
+from .data import Dataset, eval_batches, match_inputs
 from .distributed import ALONE, World
 
-if TYPE_CHECKING:
-    from .train import Network
-
-AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 EVALUATED_WHOLE = 1 << 15  # a head with more classes in shards is never put together
 
 
 # -------------------------------------------------------------------------------------------------------- the answers
-
-
-def autocast(config: Config, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """The number format that the network computes in, while training and here."""
-    dtype = AMP[config.amp]
-    if dtype is None:
-        return nullcontext
-    # what a graph records is done again with it: it must not take weights from a cache
-    recorded = config.cuda_graphs and device.type == "cuda"
-    return functools.partial(torch.autocast, device.type, dtype, cache_enabled=not recorded)
-
-
-@torch.no_grad()
-def fit_gaussians(network: Network, dataset: Dataset, config: Config, world: World = ALONE) -> None:
-    """The paper's data-driven start: Gaussians of x over the training set with the initial weights, in eval mode."""
-    if not hasattr(network.head, "fit_gaussians"):
-        return  # a head without Gaussians: the same recipe serves it
-    network.eval()
-    device = next(network.parameters()).device
-    with autocast(config, device)():
-        size = max(config.batch_size, 256)
-        batches = eval_batches(dataset, "train", size, shard=world.share, workers=config.workers)
-        network.head.fit_gaussians(network.h(inputs).float() for inputs, _ in batches)
 
 
 @torch.no_grad()
@@ -118,15 +91,13 @@ def evaluate(
     for name in ("mu", "sigma"):
         if isinstance(value := getattr(head, name, None), Tensor):
             outputs[name] = value.detach().float().cpu().clone()
-    return distributed.on_rank0(world, lambda: score(x, p, y)), outputs
+    return distributed.on_rank0(world, score, x, p, y), outputs
 
 
 def _evaluate_shards(
     network: Network, dataset: Dataset, config: Config, part: str, world: World
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Error and class geometry where nobody could hold the outputs of all classes; labels and predictions are kept."""
-    from . import sharded
-
     head, stats = network.head, sharded.ClassStatistics(network.head)
     found = []
     with torch.no_grad():
@@ -135,8 +106,12 @@ def _evaluate_shards(
             stats.update(head.features(h), y)
             found.append((head.predict(h), y))
     predicted, y = _gathered(found, dataset, config, part, world)
-    error = distributed.on_rank0(world, lambda: float((predicted != y).double().mean()))
+    error = distributed.on_rank0(world, _error, predicted, y)
     return {"error": error} | stats.geometry().average(), {"y": y, "predicted": predicted}
+
+
+def _error(predicted: Tensor, y: Tensor) -> float:
+    return float((predicted != y).double().mean())
 
 
 def score(x: Tensor, p: Tensor, y: Tensor) -> dict[str, float]:
@@ -180,6 +155,27 @@ def class_statistics(
     for x, _, y in collect(network, dataset, config, part, world):
         stats.update(positive_outputs(x), y)
     return stats.sync()
+
+
+def load_others(config: Config, dataset: Dataset, root: str | os.PathLike[str] | None = None) -> dict[str, Dataset]:
+    """The datasets that `config.ood` names, with the input format of `dataset`."""
+    specs = (config.ood or "").split()
+    if not specs:
+        return {}
+    if dataset.multilabel:
+        raise ValueError(f"ood is for single-label data, and {dataset.name} is multi-label")
+    if config.head_options.get("shard") and dataset.num_classes > EVALUATED_WHOLE:
+        raise ValueError(
+            f"ood needs all outputs in one place, and {dataset.num_classes:,} classes are too many for that"
+        )
+    if config.data in specs:
+        raise ValueError(f"ood must differ from the training data, got {config.data!r} for both")
+    device, place = str(dataset.train.y.device), None if root is None else os.fspath(root)
+    try:
+        return {spec: match_inputs(load_cached(spec, place, device), dataset) for spec in specs}
+    except ValueError as error:
+        several = f" (one of {len(specs)} datasets, separated by spaces)" if len(specs) > 1 else ""
+        raise ValueError(f"ood{several}: {error}") from None
 
 
 def detection(

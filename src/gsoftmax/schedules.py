@@ -81,6 +81,15 @@ def malleable(pieces: Sequence[tuple[int, float, float]], base: float = math.e, 
     return functools.partial(_malleable, tuple(pieces), float(base), literal)
 
 
+def warm_up(schedule: Schedule, epochs: float) -> Schedule:
+    """`schedule` times a factor that rises linearly to 1 over the first `epochs`.
+
+    >>> [warm_up(staircase({}), 4)(n) for n in (1, 2, 4, 5)]
+    [0.25, 0.5, 1.0, 1.0]
+    """
+    return functools.partial(_warm_up, schedule, epochs) if epochs >= 1 else schedule
+
+
 def scheduler(optimizer: Optimizer, schedule: Schedule | Sequence[Schedule]) -> LambdaLR:
     """Hangs a schedule on an optimiser: each group's learning rate is its own initial one times the factor.
 
@@ -102,6 +111,10 @@ def scheduler(optimizer: Optimizer, schedule: Schedule | Sequence[Schedule]) -> 
 
 def _from_zero(schedule: Schedule, step: int) -> float:
     return schedule(step + 1)
+
+
+def _warm_up(schedule: Schedule, epochs: float, n: int) -> float:
+    return schedule(n) * min(1.0, n / epochs)
 
 
 def _linspace(a: float, b: float, epochs: int, n: int) -> float:

@@ -1,0 +1,478 @@
+"""From a configuration to data, network, optimizer and schedule.
+
+Everything random follows from the seed: the backbone's weights, the head's weights, and for every batch its examples,
+their augmentation and dropout, each from its own random stream.  So two heads with the same seed start from the same
+backbone and see the same batches, and a resumed run continues bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import inspect
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from . import backbones, distributed, heads, schedules
+from . import data as data_room
+from .config import Config
+from .data import Dataset
+from .data.seeded import mix
+from .distributed import ALONE, World
+from .gaussians import param_groups
+from .messages import first_line, unknown
+
+AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+# --------------------------------------------------------------------------------------------------- data and device
+
+
+def pick_device(name: str) -> torch.device:
+    """The device called `name`, checked by using it; "auto" is a GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+        if device.type == "meta":
+            raise RuntimeError("it stores no values")
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {name!r} cannot be used: {first_line(error)}") from None
+    return device
+
+
+@functools.lru_cache(maxsize=4)
+def load_cached(spec: str, root: str | None, device: str, options: tuple[tuple[str, Any], ...] = ()) -> Dataset:
+    """A dataset on a device, cached across seeds."""
+    return data_room.load(spec, root, **dict(options)).to(device)
+
+
+def load_data(config: Config, root: str | os.PathLike[str] | None = None) -> Dataset:
+    """The configured dataset on its device, cached across seeds; `root` as in `gsoftmax.data.load`."""
+    keys = ("val_fraction", "train_fraction", "imbalance", "label_noise", "image_size")
+    device = distributed.local_device(pick_device(config.device))
+    options = tuple((key, getattr(config, key)) for key in keys)
+    return load_cached(config.data, None if root is None else os.fspath(root), str(device), options)
+
+
+def train_batches(
+    dataset: Dataset, config: Config, epoch: int, world: World = ALONE, skip: int = 0
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs and targets of this process's share of an epoch's batches, without the first `skip`."""
+    augment = None if config.augment is None else data_room.Augment.parse(config.augment)
+    return data_room.train_batches(
+        dataset,
+        config.batch_size,
+        seed=config.seed,
+        epoch=epoch,
+        augment=augment,
+        skip=skip,
+        shard=world.share,
+        channels_last=config.channels_last,
+        workers=config.workers,
+    )
+
+
+def total_steps(config: Config, dataset: Dataset) -> tuple[int, int]:
+    """Batches per epoch, and optimizer steps of the whole run."""
+    if config.batch_size > len(dataset.train):
+        raise ValueError(
+            f"batch_size must be at most the {len(dataset.train):,} training rows of {dataset.name}, "
+            f"got {config.batch_size:,}"
+        )
+    batches = len(dataset.train) // config.batch_size
+    return batches, -(-batches // config.accumulate) * config.epochs
+
+
+def validate(config: Config, dataset: Dataset) -> None:
+    """Raises for settings that do not fit the data, before anything is written."""
+    total_steps(config, dataset)
+    dataset.split(config.evaluate_on)
+    if config.augment is not None:
+        data_room.Augment.parse(config.augment)
+    if config.weights is not None:
+        backbones.read_state_dict(config.weights)
+
+
+# ----------------------------------------------------------------------------------------------------------- network
+
+
+class Network(nn.Module):
+    """Backbone and head: images or rows in, the loss out.
+
+    build_whole: builds the same head unsharded
+    """
+
+    backbone: Any
+    head: Any
+
+    def __init__(
+        self, backbone: nn.Module, head: nn.Module, feature_scale: float, build_whole: Callable[[], nn.Module]
+    ) -> None:
+        super().__init__()
+        self.backbone, self.head, self.feature_scale, self.build_whole = backbone, head, feature_scale, build_whole
+
+    def h(self, inputs: Tensor) -> Tensor:
+        h = self.backbone(inputs)
+        return h if self.feature_scale == 1 else h * self.feature_scale
+
+    def forward(self, inputs: Tensor, target: Tensor, **options: Any) -> Tensor:
+        return self.head.loss(self.h(inputs), target, **options)
+
+    @property
+    def in_shards(self) -> bool:
+        """Whether the head's classes are spread over the processes."""
+        return getattr(self.head, "shard", None) is not None
+
+    def whole_head(self) -> Any:
+        """An unsharded copy of the head."""
+        if not self.in_shards:
+            return copy.deepcopy(self.head)
+        head = self.build_whole().to(self.head.weight.device)
+        found = self.head.state_dict()
+        head.load_state_dict(
+            {k: v.full_tensor() if distributed.is_sharded(v) else v for k, v in found.items() if k != "draws"}
+        )
+        return head.eval()
+
+
+def backbone(config: Config, dataset: Dataset) -> Any:
+    """The configured backbone with its initial weights, a module with `num_features`."""
+    name = config.backbone or {"images": "cnn", "table": "mlp", "files": "resnet101"}[dataset.kind]
+    torch.manual_seed(mix(config.seed, 1))
+    try:
+        return backbones.create(
+            name,
+            input_shape=dataset.input_shape,
+            pool=config.pool,
+            pretrained=config.pretrained,
+            weights=config.weights,
+            **config.backbone_options,
+        )
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(f"backbone_options of {name}: {first_line(error)}") from None
+
+
+def head(
+    config: Config, dataset: Dataset, features: int, device: torch.device | None = None, whole: bool = False
+) -> nn.Module:
+    """The configured head with its initial weights.
+
+    features: numbers in each row of h; whole: build a head with sharded classes unsharded
+    """
+    cls, options = heads.find(config.head), dict(config.head_options)
+    if dataset.multilabel:
+        options.setdefault("form", "paired")
+    elif options.get("form") is not None:
+        raise ValueError(
+            f"form={options['form']!r} is for multi-label data, and {dataset.name} has one label an example"
+        )
+    if whole:
+        options = {k: v for k, v in options.items() if k not in ("shard", "mesh", "negatives", "seed", "averaged")}
+    elif options.get("shard") is not None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ValueError(
+                f"head_options.shard={options['shard']} needs processes: torchrun --nproc-per-node K -m gsoftmax train"
+            )
+        options |= {"device": device, "averaged": True}  # as DDP and FSDP average the backbone's gradients
+    if issubclass(cls, heads.SoftmaxHead):
+        options = cls.defaults(total_steps(config, dataset)[1] * config.accumulate) | options
+    torch.manual_seed(mix(config.seed, 2))
+    try:
+        return cls(features, dataset.num_classes, **options)
+    except (TypeError, RuntimeError) as error:
+        accepted = [p for p in inspect.signature(cls).parameters][2:]
+        raise ValueError(f"head {config.head!r}: {error}; options are {', '.join(accepted)}") from None
+
+
+def network(config: Config, dataset: Dataset, device: torch.device | None = None) -> Network:
+    """Backbone and head with their initial weights, each from its own stream of the seed."""
+    made = backbone(config, dataset)
+    features = made.num_features
+    # a function, because copies of the network share it: a dataset that the network held would be copied too
+    build_whole = functools.partial(head, config, dataset, features, whole=True)
+    return Network(made, head(config, dataset, features, device), config.feature_scale, build_whole)
+
+
+def autocast(config: Config, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """The context of mixed precision, in training and evaluation."""
+    dtype = AMP[config.amp]
+    if dtype is None:
+        return nullcontext
+    # no cache of cast weights: CUDA graphs would replay stale casts
+    captured = config.cuda_graphs and device.type == "cuda"
+    return functools.partial(torch.autocast, device.type, dtype, cache_enabled=not captured)
+
+
+@torch.no_grad()
+def fit_gaussians(network: Network, dataset: Dataset, config: Config, world: World = ALONE) -> None:
+    """The paper's data-driven start: Gaussians of x over the training set with the initial weights, in eval mode."""
+    if not hasattr(network.head, "fit_gaussians"):
+        return  # a head without Gaussians: the same recipe serves it
+    network.eval()
+    size = max(config.batch_size, 256)
+    batches = data_room.eval_batches(dataset, "train", size, shard=world.share, workers=config.workers)
+    with autocast(config, next(network.parameters()).device)():
+        network.head.fit_gaussians(network.h(inputs).float() for inputs, _ in batches)
+
+
+def loss_options(config: Config) -> dict[str, Any]:
+    """The options of the head's `loss`."""
+    options: dict[str, Any] = {"label_smoothing": config.label_smoothing} if config.label_smoothing else {}
+    return options if config.reduction is None else options | {"reduction": config.reduction}
+
+
+# --------------------------------------------------------------------------------------------- optimizer and schedule
+
+
+def schedule(config: Config, length: int) -> schedules.Schedule:
+    """The configured schedule over `length` epochs or steps, with its warm-up in front."""
+    options = dict(config.schedule)
+    name = options.pop("name")
+    try:
+        if name == "constant":
+            made = schedules.staircase({})
+        elif name == "staircase":
+            made = schedules.staircase({int(k): float(v) for k, v in options.pop("steps").items()})
+        elif name == "malleable":
+            pieces = [tuple(piece) for piece in options.pop("pieces")]
+            made = schedules.malleable(pieces, **{k: options.pop(k) for k in list(options)})
+        else:
+            made = getattr(schedules, name)(float(options.pop("a")), float(options.pop("b")), max(length, 1))
+        if options:
+            raise ValueError(f"unknown options {', '.join(options)}")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        reason = f"needs {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"schedule {name!r}: {reason}") from None
+    return schedules.warm_up(made, config.warmup * length)
+
+
+def optimizer(config: Config, network: Network) -> torch.optim.Optimizer:
+    """Any optimizer of torch by name; the head's Gaussians without decay, at their own rate."""
+    small = {id(p) for p in network.backbone.parameters() if p.ndim <= 1} if config.bias_lr != 1 else set()
+    groups = []
+    for group in param_groups(network, lr=config.lr, weight_decay=config.weight_decay):
+        kinds: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+        for p in group["params"]:  # sharded parameters in their own groups: foreach kernels cannot mix them with others
+            kinds.setdefault((id(p) in small, distributed.is_sharded(p)), []).append(p)
+        for (biases, _), params in sorted(kinds.items()):
+            mult = config.bias_lr if biases else 1.0
+            decay = group["weight_decay"] / max(mult, 1e-12)
+            groups.append({"params": params, "lr": group["lr"] * mult, "weight_decay": decay})
+    found = {n.lower(): c for n, c in vars(torch.optim).items() if isinstance(c, type) and n != "Optimizer"}
+    cls = found.get(config.optimizer.lower())
+    if cls is None:
+        raise ValueError(unknown("optimizer", config.optimizer.lower(), found))
+    options = dict(config.optimizer_options)
+    accepted = inspect.signature(cls).parameters
+    for key in ("momentum", "nesterov"):
+        if key in accepted:
+            options.setdefault(key, getattr(config, key))
+    if options.get("nesterov") and not options.get("momentum"):
+        options["nesterov"] = False
+    try:
+        return cls(groups, lr=config.lr, **options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"optimizer {config.optimizer!r}: {error}") from None
+
+
+# -------------------------------------------------------------------------------------------------- the parts of a run
+
+
+@dataclass
+class Parts:
+    """What a run is made of and what its checkpoints contain."""
+
+    network: Network
+    loss: Callable[..., Tensor]  # the network, wrapped by DDP and torch.compile
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    average: torch.optim.swa_utils.AveragedModel | None
+    scaler: torch.amp.GradScaler
+    alone: list[nn.Parameter]  # parameters whose gradients neither DDP nor FSDP averages
+    no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def evaluated(self, world: World) -> Network:
+        """The network to evaluate (the EMA copy if there is one), the same on every process."""
+        network: Any = self.network if self.average is None else self.average.module
+        distributed.share_buffers(network, world)
+        return network
+
+    def state(self) -> dict[str, Any]:
+        """Whole tensors on the CPU, gathered: independent of the number of processes."""
+        from torch.distributed.checkpoint import state_dict as states
+
+        options = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = {
+            "network": _contiguous(states.get_model_state_dict(self.network, options=options)),
+            "optimizer": _contiguous(states.get_optimizer_state_dict(self.network, self.optimizer, options=options)),
+            "steps": self.scheduler.last_epoch,  # of the schedule, which is a function of them
+            "scaler": self.scaler.state_dict(),
+        }
+        return state if self.average is None else state | {"average": self.average.state_dict()}
+
+    def load(self, state: dict[str, Any], world: World) -> None:
+        """Restores rank 0's `state`; other ranks pass an empty one."""
+        from torch.distributed.checkpoint import state_dict as states
+
+        options = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=world.size > 1)
+        states.set_model_state_dict(self.network, state.get("network", {}), options=options)
+        states.set_optimizer_state_dict(self.network, self.optimizer, state.get("optimizer", {}), options=options)
+        small = ("steps", "scaler", "average")
+        rest = distributed.from_rank0(world, {k: state[k] for k in small if k in state})
+        # set here, because sharded parameters have groups of their own: the saved groups may be others
+        at = self.scheduler
+        at.last_epoch = rest["steps"]
+        for group, rate, factor in zip(self.optimizer.param_groups, at.base_lrs, at.lr_lambdas, strict=True):
+            group["lr"] = rate * factor(rest["steps"])
+        if rest["scaler"]:  # empty if the run began without one
+            self.scaler.load_state_dict(rest["scaler"])
+        if self.average is not None:
+            self.average.load_state_dict(rest["average"])
+
+
+def _contiguous(state: Any) -> Any:
+    """The same with contiguous tensors: others would be scrambled when they are sent to another process."""
+    if isinstance(state, dict):
+        return {k: _contiguous(v) for k, v in state.items()}
+    return state.contiguous() if isinstance(state, Tensor) else state
+
+
+def prepare(config: Config, dataset: Dataset, device: torch.device, world: World = ALONE) -> Parts:
+    """Network, optimizer and schedule at the start of a run, spread over the processes."""
+    validate(config, dataset)
+    _, steps = total_steps(config, dataset)
+    several, fsdp = world.size > 1, world.size > 1 and config.parallel == "fsdp"
+    if world.size > config.batch_size:
+        raise ValueError(
+            f"batch_size must be at least the number of processes, {world.size}, because they share it, "
+            f"got {config.batch_size}"
+        )
+    if config.cuda_graphs and (several or config.accumulate > 1 or config.compile):
+        raise ValueError("cuda_graphs is for one process, with accumulate=1 and without compile")
+    made = network(config, dataset, device).to(device)
+    if config.channels_last and not fsdp:  # which takes plain strides only
+        made = made.to(memory_format=torch.channels_last)
+    if hasattr(made.backbone, "init_whiten"):
+        sample = next(data_room.eval_batches(dataset, "train", min(5000, len(dataset.train))))[0]
+        made.backbone.init_whiten(sample)
+    if config.init == "data":
+        fit_gaussians(made, dataset, config, world)
+    if config.sync_batchnorm and several:
+        made = nn.SyncBatchNorm.convert_sync_batchnorm(made)
+    if fsdp or (several and made.in_shards):
+        if config.ema:
+            raise ValueError(f"ema must be 0 with parallel=fsdp and with classes in shards, got {config.ema}")
+        if config.amp == "fp16":
+            raise ValueError("amp must be off or bf16 with parallel=fsdp and with classes in shards, got 'fp16'")
+    if fsdp:
+        _shard_backbone(made, device)
+    average = _average(made, config.ema)
+    wrapped: Any = _data_parallel(made, device, world) if several and not fsdp else made
+    stepped = optimizer(config, made)
+    length = steps if config.schedule_every == "step" else config.epochs
+    return Parts(
+        made,
+        torch.compile(wrapped) if config.compile else wrapped,
+        stepped,
+        schedules.scheduler(stepped, schedule(config, length)),
+        average,
+        torch.amp.GradScaler(device.type, enabled=config.amp == "fp16" and device.type == "cuda"),
+        list(made.head.parameters()) if fsdp and not made.in_shards else [],
+        getattr(wrapped, "no_sync", nullcontext),
+    )
+
+
+def _shard_backbone(network: Network, device: torch.device) -> None:
+    """FSDP2: every part of the backbone is whole only while it is used, and its gradients are averaged."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for child in network.backbone.children():
+        for part in child if isinstance(child, (nn.Sequential, nn.ModuleList)) else [child]:
+            if any(True for _ in part.parameters()):
+                fully_shard(part, mesh=mesh)
+    fully_shard(network.backbone, mesh=mesh)
+
+
+def _data_parallel(network: Network, device: torch.device, world: World) -> nn.Module:
+    ddp = nn.parallel.DistributedDataParallel
+    if network.in_shards:  # whose gradients are those of all processes already
+        names = [name for name, _ in (*network.named_parameters(), *network.named_buffers())]
+        ddp._set_params_and_buffers_to_ignore_for_model(network, [n for n in names if n.startswith("head.")])
+    return ddp(
+        network,
+        device_ids=[device] if device.type == "cuda" else None,
+        # DDP would regroup its sums after the first step, and a resumed run would round differently from an
+        # uninterrupted one.  Between two processes the order of a sum does not matter.
+        find_unused_parameters=device.type == "cpu" and world.size > 2,
+    )
+
+
+def _average(network: Network, decay: float) -> torch.optim.swa_utils.AveragedModel | None:
+    if not decay:
+        return None
+    swa = torch.optim.swa_utils
+    return swa.AveragedModel(network, multi_avg_fn=swa.get_ema_multi_avg_fn(decay), use_buffers=True)
+
+
+# ------------------------------------------------------------------------------------------------------- CUDA graphs
+
+
+@contextmanager
+def cuda_graphs(backbone: nn.Module, inputs: Tensor, amp: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Captures the backbone's forward and backward pass as CUDA graphs: two launches per step instead of hundreds.
+
+    They replace training mode only, for batches of the shape of `inputs`.  What Python decides during the capture (a
+    layer dropped at random, the value of an attribute) is frozen.
+    """
+    own = vars(backbone).get("forward")
+    backbone.train()
+    buffers = [(buffer, buffer.clone()) for buffer in backbone.buffers()]  # the capture runs the network a few times
+    try:
+        with amp(), _ignore_stream_warning():
+            torch.cuda.make_graphed_callables(backbone, (inputs.clone(),))
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"cuda_graphs: this backbone cannot be captured: {first_line(error)}") from None
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    captured = backbone.forward
+
+    def forward(given: Tensor) -> Any:
+        if backbone.training and given.shape != inputs.shape:  # it would be copied into the captured batch
+            raise ValueError(
+                f"cuda_graphs: batches must have the shape {tuple(inputs.shape)}, got {tuple(given.shape)}"
+            )
+        return captured(given)
+
+    try:
+        backbone.forward = forward
+        with _ignore_stream_warning():
+            yield
+    finally:
+        del backbone.forward  # which hides that of the class
+        if own is not None:
+            backbone.forward = own
+        gc.collect()  # reference cycles would keep the graphs' memory alive
+
+
+@contextmanager
+def _ignore_stream_warning() -> Iterator[None]:
+    """Gradients accumulate on the stream of the capture, and other streams wait for it: the warning is harmless."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
+        yield
