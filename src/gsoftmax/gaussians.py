@@ -1,4 +1,4 @@
-"""One Gaussian for each class, learned, fixed or tracked, and the layer that adds them to the outputs: x -> z."""
+"""One Gaussian per class, learned, fixed or tracked, and the layer x -> z that adds them to the logits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import math
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,23 +15,27 @@ from torch import Tensor, nn
 
 from . import checks, equations
 
+__all__ = ["GAUSSIANS", "GaussianLogits", "check_optimised", "param_groups"]
+
 GAUSSIANS = ("learned", "fixed", "tracked")
 
 
 class GaussianLogits(nn.Module):
-    """The layer z = x + lam * Phi((x - mu) / sigma): goes inside a model, needs no label.
+    """The layer z = x + lam * Phi((x - mu) / sigma), for use inside a model: it needs no labels.
 
-    It holds mu and sigma for every module of this package that has them.  sigma = sigma_min + exp(rho) is positive
-    whatever the optimiser does to rho, and its gradient never dies; `sigma_min` bounds how much the term can amplify
-    a gradient (by at most 0.4 * lam / sigma_min).
+    Every module of this package that has mu and sigma keeps them in such a layer.  sigma = sigma_min + exp(rho) is
+    positive whatever the optimizer does to rho.
 
-    gaussians: "learned" by back-propagation; "fixed" at their initial values; "tracked", which follows the mean and the
-    deviation of x over the training batches with the given momentum, the same on every process.  Tracked Gaussians move
-    only in training mode while gradients are recorded, so neither `eval()` nor a validation pass under `no_grad`
-    touches them; a class whose outputs are masked (-inf) keeps its Gaussian.
-
-    mu, sigma: initial values, a number or one for each class; `fit_gaussians` takes them from data instead.
-    lr_mult: what `param_groups` multiplies the learning rate of mu and rho by.
+    num_classes: number of classes C, each with a Gaussian of its own
+    lam: weight of the Gaussian term, 0 for plain softmax
+    mu, sigma: initial values, a number or one per class; `fit_gaussians` takes them from data instead
+    gaussians: "learned" by back-propagation; "fixed" at the initial values; "tracked", the running mean and standard
+        deviation of x over the training batches of all processes.  Tracked Gaussians change only in training mode while
+        gradients are recorded, not under `no_grad`; a class whose outputs are masked (-inf) keeps its Gaussian.
+    momentum: weight of the current batch for tracked Gaussians
+    sigma_min: lower bound of sigma; the term amplifies a gradient by at most 0.4 * lam / sigma_min
+    lr_mult: factor on the learning rate of mu and rho in `param_groups`
+    x: (N, C), (N, C, d1, ...) or (C,), the raw outputs; z has the same shape
 
     >>> layer = GaussianLogits(3, lam=2.0)
     >>> layer(torch.zeros(1, 3))
@@ -59,14 +63,12 @@ class GaussianLogits(nn.Module):
         super().__init__()
         if not isinstance(num_classes, int) or num_classes < 1:
             raise ValueError(f"num_classes must be a positive integer, got {num_classes!r}")
-        if gaussians not in GAUSSIANS:
-            raise ValueError(f"gaussians must be one of {', '.join(GAUSSIANS)}, got {gaussians!r}")
+        checks.check_choice("gaussians", gaussians, GAUSSIANS)
         if not 0 < momentum <= 1:
             raise ValueError(f"momentum must lie in (0, 1], got {momentum!r}")
-        if not 0 <= sigma_min < math.inf:
-            raise ValueError(f"sigma_min must be 0 or more, got {sigma_min!r}")
-        if not 0 <= lr_mult < math.inf:
-            raise ValueError(f"lr_mult must be 0 or more, got {lr_mult!r}")
+        for name, value in (("sigma_min", sigma_min), ("lr_mult", lr_mult)):
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be 0 or more, got {value!r}")
         self.num_classes = num_classes
         self.lam = lam
         self.gaussians = gaussians
@@ -76,18 +78,18 @@ class GaussianLogits(nn.Module):
         self._initial = (per_class("mu", mu, num_classes), per_class("sigma", sigma, num_classes))
         self._check_sigma(self._initial[1])
         for name in ("mu", "rho"):
-            value = torch.empty(num_classes, device=device, dtype=dtype)
+            empty = torch.empty(num_classes, device=device, dtype=dtype)
             if gaussians == "learned":
-                self.register_parameter(name, nn.Parameter(value))
+                self.register_parameter(name, nn.Parameter(empty))
             else:
-                self.register_buffer(name, value)
+                self.register_buffer(name, empty)
         self.mu: Tensor
         self.rho: Tensor
         self.reset_parameters()
 
     @property
     def lam(self) -> float:
-        """Weight of the distribution term; may be changed at any time."""
+        """Weight of the Gaussian term; may be changed at any time."""
         return self._lam
 
     @lam.setter
@@ -101,31 +103,31 @@ class GaussianLogits(nn.Module):
         return self.sigma_min + rho.exp()
 
     def reset_parameters(self) -> None:
-        """Back to the initial mu and sigma."""
+        """Reset mu and sigma to their initial values."""
         self.set_gaussians(*self._initial)
 
     @torch.no_grad()
     def set_gaussians(self, mu: float | Sequence[float] | Tensor, sigma: float | Sequence[float] | Tensor) -> None:
-        """Write mu and sigma, each a number or one value for each class."""
+        """Set mu and sigma, each a number or one value per class."""
         mu = per_class("mu", mu, self.num_classes)
         sigma = per_class("sigma", sigma, self.num_classes)
         self._check_sigma(sigma)
         self.mu.copy_(mu)
-        self.rho.copy_((sigma - self.sigma_min).clamp_min(self._low()).log())
+        self.rho.copy_(self._rho(sigma))
 
     @torch.no_grad()
     def fit_gaussians(self, batches: Iterable[Any]) -> GaussianLogits:
-        """mu and sigma from data: mean and standard deviation of every output over one pass.
+        """Set mu and sigma to the mean and standard deviation of every output, in one pass over the data.
 
-        batches: tensors x, or tuples that begin with one.  Streams, in float64; processes pool what they saw.
+        batches: tensors x, or tuples whose first item is x; processes combine their statistics
 
         >>> layer = GaussianLogits(2).fit_gaussians([torch.tensor([[0.0, 1.0], [2.0, 5.0]])])
         >>> layer.mu.detach(), layer.sigma.detach().round(decimals=4)
         (tensor([1., 3.]), tensor([1., 2.]))
         """
         total = tuple(torch.zeros(3, self.num_classes, dtype=torch.float64, device=self.mu.device))
-        for batch in batches:
-            x = _rows(batch[0] if isinstance(batch, (tuple, list)) else batch, self.num_classes).double()
+        for batch in first_items(batches):
+            x = _rows(batch, self.num_classes).double()
             if len(x):
                 var, mean = torch.var_mean(x, dim=0, correction=0)
                 total = equations.merge_moments(total, (torch.full_like(mean, len(x)), mean, var * len(x)))
@@ -145,40 +147,40 @@ class GaussianLogits(nn.Module):
 
     @torch.no_grad()
     def track(self, x: Tensor, keep: Tensor | None = None) -> None:
-        """One step of tracked Gaussians towards the rows of x (those with `keep` true); nothing for the other kinds.
+        """One step of tracked Gaussians towards a batch; the other kinds stay.
 
-        The new Gaussian has the moments of the mixture of the old one, with weight 1 - momentum, and the batch:
-        mean mu + m d and variance (1 - m) sigma^2 + m v + m (1 - m) d^2, where d is the batch's mean minus mu and v the
-        batch's variance.  Sums about the running mu, which all processes share, add up exactly across them.
+        The new Gaussian has the moments of a mixture of the old one, with weight 1 - momentum, and the batch:
+        mean mu + m d and variance (1 - m) sigma^2 + m v + m (1 - m) d^2, where d is the batch's mean minus mu and v its
+        variance.  Sums of x - mu can be added across processes, because all processes have the same mu.
+
+        keep: the rows of x to use, as booleans; all without it
         """
         if self.gaussians != "tracked" or not self.training:
             return
         mu, sigma = self.mu.to(checks.compute_dtype(self.mu)), self.sigma
         d = _rows(x, self.num_classes).to(mu.dtype) - mu  # (rows, classes)
         if keep is None:
-            n, s1, s2 = d.new_full((1,), d.shape[0]), d.sum(dim=0), (d * d).sum(dim=0)
+            n = d.new_full((1,), d.shape[0])
         else:
-            w = keep.reshape(-1).to(d.dtype)
+            n = keep.sum()[None].to(d.dtype)
             d = torch.where(keep.reshape(-1, 1), d, 0.0)
-            n, s1, s2 = w.sum()[None], d.sum(dim=0), (d * d).sum(dim=0)
-        sums = torch.cat([n, s1, s2]).double()
+        sums = torch.cat([n, d.sum(dim=0), (d * d).sum(dim=0)]).double()
         if _processes() > 1:
             dist.all_reduce(sums)
         n, s1, s2 = sums[0], sums[1 : 1 + self.num_classes], sums[1 + self.num_classes :]
         self._move(self.mu, self.rho, sigma, n, s1, s2)
 
     def _move(self, mu: Tensor, rho: Tensor, sigma: Tensor, n: Tensor, s1: Tensor, s2: Tensor) -> None:
-        """`track` on mu and rho in place, from n rows and their sums of x - mu and of its square, in float64."""
+        """`track` on mu and rho, in place, given n rows and their sums of x - mu and (x - mu)^2 in float64."""
         shift, m = s1 / n, self.momentum
         var = (1 - m) * sigma.double() ** 2 + m * (s2 / n - m * shift**2)
         seen = torch.isfinite(shift) & torch.isfinite(var) & (n > 0)
-        new = (var.clamp_min(0).sqrt() - self.sigma_min).clamp_min(self._low()).log()
         mu.copy_(torch.where(seen, mu + m * shift, mu))
-        rho.copy_(torch.where(seen, new, rho))
+        rho.copy_(torch.where(seen, self._rho(var.clamp_min(0).sqrt()), rho))
 
     def _track_in_one_launch(self, x: Tensor, target: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor] | None:
-        """`track` by a kernel where x is on a GPU: mu and sigma after the step, in new tensors.  None: nothing done."""
-        # Triton decides for its interpreter, which has kernels run on the CPU, by the same variable.
+        """`track` by a GPU kernel: mu and sigma after the step, in new tensors, or None if it cannot run."""
+        # Triton's interpreter, which runs kernels on the CPU, is switched on by the same variable.
         if torch.compiler.is_compiling() or not (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
             return None
         kernel = _kernel()
@@ -189,8 +191,10 @@ class GaussianLogits(nn.Module):
         return kernel.track(x, target, self.mu, self.rho, self.momentum, self.sigma_min, self._low(), ignore_index)
 
     def current(self, x: Tensor, target: Tensor | None = None, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
-        """mu and sigma to use on x, in the dtype of the arithmetic; tracked Gaussians take their step first, over the
-        rows whose class index in `target` is not to be ignored."""
+        """mu and sigma for x, in the dtype of the arithmetic; tracked Gaussians make their step first.
+
+        target, ignore_index: rows whose class index is ignore_index do not count in that step
+        """
         if self.gaussians == "tracked" and self.training and torch.is_grad_enabled():
             indices = None if target is None or target.is_floating_point() else target
             after = self._track_in_one_launch(x, indices, ignore_index)
@@ -198,7 +202,7 @@ class GaussianLogits(nn.Module):
                 return checks.as_gaussians(x, *after, self.lam)
             self.track(x.detach(), None if indices is None else indices.ne(ignore_index))
         mu, sigma = checks.as_gaussians(x, self.mu, self.sigma, self.lam)
-        # a later step writes over the buffer, which a pending backward pass may still need
+        # the next step overwrites the buffer, which a pending backward pass may still need
         return (mu.clone() if self.gaussians == "tracked" else mu), sigma
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, classes, ...) -> the same
@@ -207,7 +211,7 @@ class GaussianLogits(nn.Module):
         return equations.logits(x, mu, sigma, self.lam)
 
     def param_groups(self, *, lr: float, weight_decay: float = 0.0) -> list[dict[str, Any]]:
-        """See `gsoftmax.param_groups`."""
+        """Parameter groups of this module, as in `param_groups`."""
         return param_groups(self, lr=lr, weight_decay=weight_decay)
 
     def extra_repr(self) -> str:
@@ -217,14 +221,17 @@ class GaussianLogits(nn.Module):
         return text + (f", lr_mult={self.lr_mult:g}" if self.lr_mult != 1 else "")
 
     def _low(self) -> float:
-        """The smallest exp(rho): sigma at the floor itself is rho = -inf, from which no gradient returns."""
+        """The smallest exp(rho): sigma = sigma_min means rho = -inf, where the gradient is zero."""
         return 1e-6 * (self.sigma_min or 1e-6)
+
+    def _rho(self, sigma: Tensor) -> Tensor:
+        return (sigma - self.sigma_min).clamp_min(self._low()).log()
 
     def _check_sigma(self, sigma: Tensor) -> None:
         if not bool((sigma > self.sigma_min).all()):
             raise ValueError(
                 f"sigma must be above sigma_min={self.sigma_min:g}, got a minimum of {sigma.min().item():g}; "
-                "a smaller sigma_min admits smaller ones"
+                "reduce sigma_min to allow smaller values"
             )
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
@@ -237,10 +244,13 @@ class GaussianLogits(nn.Module):
 
 
 def param_groups(model: nn.Module, *, lr: float, weight_decay: float = 0.0) -> list[dict[str, Any]]:
-    """Optimiser groups for any model with modules of this package inside.
+    """Optimizer parameter groups for any model that contains modules of this package.
 
-    mu and rho of every Gaussian go without weight decay, which would pull them to 0 and sigma to 1 whatever the data
-    say, and at `lr_mult` times the learning rate; everything else keeps lr and weight_decay.
+    mu and rho of every Gaussian get no weight decay, which would pull mu to 0 and sigma to 1 whatever the data, and
+    `lr_mult` times the learning rate.
+
+    model: any module; parameters with `requires_grad=False` are left out
+    lr, weight_decay: for all other parameters
 
     >>> groups = param_groups(GaussianLogits(3, lr_mult=10.0), lr=0.1, weight_decay=5e-4)
     >>> [(len(g["params"]), g["lr"], g["weight_decay"]) for g in groups]
@@ -260,14 +270,14 @@ def param_groups(model: nn.Module, *, lr: float, weight_decay: float = 0.0) -> l
 
 
 def check_optimised(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
-    """Warn if learned Gaussians in `model` are in none of the optimizers, so that they would keep their initial values.
+    """Warn if learned Gaussians in `model` are in none of the optimizers and would keep their initial values.
 
     Call it once, before the first step.  Fixed, tracked and frozen (`requires_grad=False`) Gaussians need no optimizer.
-    Optimizers that hold no other parameter of the model either, only copies as sharded training makes them, tell
-    nothing.  `GSoftmaxTrainerMixin` and `GeometryCallback` make this check themselves.
+    Optimizers that contain no other parameter of the model either, only copies as in sharded training, are not judged.
+    `GSoftmaxTrainerMixin` and `GeometryCallback` call it themselves.
 
     model: any module with Gaussians inside, such as a model after `attach` or a loss of this package
-    optimizers: all that train it
+    optimizers: all optimizers that train it
 
     >>> loss = GaussianLogits(3)
     >>> check_optimised(loss, torch.optim.SGD(param_groups(loss, lr=0.1)))
@@ -295,13 +305,18 @@ def named_gaussians(model: nn.Module) -> list[tuple[str, GaussianLogits]]:
 
 
 def per_class(name: str, value: float | Sequence[float] | Tensor, classes: int) -> Tensor:
-    """A float64 tensor (classes,) on the CPU, from a number or one value for each class."""
+    """A number or one value per class as a float64 tensor (classes,) on the CPU."""
     value = torch.as_tensor(value, dtype=torch.float64, device="cpu").detach()
     if value.ndim > 0 and value.shape != (classes,):
         raise ValueError(f"{name} must be a number or {classes} values, got shape {tuple(value.shape)}")
     if not bool(torch.isfinite(value).all()):
         raise ValueError(f"{name} must be finite, got {value.tolist()}")
     return value.expand(classes).clone()
+
+
+def first_items(batches: Iterable[Any]) -> Iterator[Tensor]:
+    """The first item of every batch that is a tuple, every other batch itself."""
+    return (batch[0] if isinstance(batch, (tuple, list)) else batch for batch in batches)
 
 
 def _rows(x: Tensor, classes: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import checks, functional
 from ..gaussians import GaussianLogits
-from ..losses import by_sign, spread_over_outputs
+from ..layout import by_sign, spread_over_outputs
 from .softmax import SoftmaxHead
 
 if TYPE_CHECKING:
@@ -102,12 +102,12 @@ class GSoftmaxHead(SoftmaxHead):
     @property
     def mu(self) -> Tensor:
         """(classes,), or (2, L) for a multi-label form of two outputs."""
-        return self.gaussians.mu if self.form is None else by_sign(self.gaussians.mu, self.form)
+        return by_sign(self.gaussians.mu, self.form)
 
     @property
     def sigma(self) -> Tensor:
         """(classes,), or (2, L) for a multi-label form of two outputs."""
-        return self.gaussians.sigma if self.form is None else by_sign(self.gaussians.sigma, self.form)
+        return by_sign(self.gaussians.sigma, self.form)
 
     def fit_gaussians(self, batches: Iterable[Any]) -> GSoftmaxHead:
         """See `GaussianLogits.fit_gaussians`: batches of h."""

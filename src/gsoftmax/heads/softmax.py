@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .. import checks, functional
 from ..gaussians import param_groups
 from ..kernels import IMPLS
-from ..losses import split_outputs
+from ..layout import split_outputs
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
