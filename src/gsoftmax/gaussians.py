@@ -104,14 +104,18 @@ class GaussianLogits(nn.Module):
 
     def reset_parameters(self) -> None:
         """Reset mu and sigma to their initial values."""
-        self.set_gaussians(*self._initial)
+        self.write(*self._initial)
 
-    @torch.no_grad()
     def set_gaussians(self, mu: float | Sequence[float] | Tensor, sigma: float | Sequence[float] | Tensor) -> None:
         """Set mu and sigma, each a number or one value per class."""
         mu = per_class("mu", mu, self.num_classes)
         sigma = per_class("sigma", sigma, self.num_classes)
         self._check_sigma(sigma)
+        self.write(mu, sigma)
+
+    @torch.no_grad()
+    def write(self, mu: Tensor, sigma: Tensor) -> None:
+        """`set_gaussians` without checks, given tensors."""
         self.mu.copy_(mu)
         self.rho.copy_(self._rho(sigma))
 
