@@ -116,11 +116,11 @@ class Network(nn.Module):
     backbone: Any
     head: Any
 
-    def __init__(
-        self, backbone: nn.Module, head: nn.Module, feature_scale: float, build_whole: Callable[[], nn.Module]
-    ) -> None:
+    build_whole: Callable[[], nn.Module]
+
+    def __init__(self, backbone: nn.Module, head: nn.Module, feature_scale: float = 1.0) -> None:
         super().__init__()
-        self.backbone, self.head, self.feature_scale, self.build_whole = backbone, head, feature_scale, build_whole
+        self.backbone, self.head, self.feature_scale = backbone, head, feature_scale
 
     def h(self, inputs: Tensor) -> Tensor:
         h = self.backbone(inputs)
@@ -199,9 +199,10 @@ def network(config: Config, dataset: Dataset, device: torch.device | None = None
     """Backbone and head with their initial weights, each from its own stream of the seed."""
     made = backbone(config, dataset)
     features = made.num_features
+    built = Network(made, head(config, dataset, features, device), config.feature_scale)
     # a function, because copies of the network share it: a dataset that the network held would be copied too
-    build_whole = functools.partial(head, config, dataset, features, whole=True)
-    return Network(made, head(config, dataset, features, device), config.feature_scale, build_whole)
+    built.build_whole = lambda: head(config, dataset, features, whole=True)
+    return built
 
 
 def autocast(config: Config, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:

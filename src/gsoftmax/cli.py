@@ -347,7 +347,7 @@ def _clear() -> None:
 
 
 def _compare(args: argparse.Namespace) -> None:
-    from . import build, compare, report, summary, tables
+    from . import compare, report, summary, tables
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("compare starts its own processes, as many as --jobs says; torchrun is for gsoftmax train")
@@ -359,13 +359,12 @@ def _compare(args: argparse.Namespace) -> None:
     if config.threads == 0:
         # one thread a run: --jobs decides how many cores are busy, and results do not depend on it
         config = config.override({"threads": 1})
-    dataset = build.load_data(config, args.data)
-    default = "softmax,gsoftmax" if dataset.multilabel else "softmax,lsoftmax,gsoftmax"
-    heads = compare.split_heads(args.heads or default)
+    heads = compare.split_heads(args.heads) if args.heads else None
     out = _folder(args.what, args.out)
     seeds = range(args.first_seed, args.first_seed + args.seeds)
-    print(f"{dataset.summary()}; {', '.join(heads)}; {args.seeds} seeds -> {out}")
-    found = compare.compare(config, heads, list(seeds), out, data_root=args.data, jobs=args.jobs, progress=_ticker())
+    plan = compare.plan(config, heads, seeds, out, data_root=args.data)
+    print(f"{plan.dataset.summary()}; {', '.join(plan.heads)}; {args.seeds} seeds -> {out}")
+    found = plan.run(args.jobs, _ticker())
     _clear()
     for table in (summary.means(found), *summary.differences(found)):
         print(f"\n{table.text()}")
@@ -373,7 +372,7 @@ def _compare(args: argparse.Namespace) -> None:
     for sentence in summary.verdicts(found):
         print(textwrap.fill(tables.plain(sentence), 100, subsequent_indent="  "))
     try:
-        print(f"\n{report.write_page(found, out, f'{args.what}: {chr(44).join(heads)}')}")
+        print(f"\n{report.write_page(found, out, f'{args.what}: {chr(44).join(plan.heads)}')}")
     except ValueError as error:  # the runs and their numbers are there all the same
         print(f"\nno page was written: {error}")
 

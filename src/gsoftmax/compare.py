@@ -1,4 +1,4 @@
-"""Heads x seeds under identical conditions, and what changed, with intervals and tests.
+"""Heads x seeds under identical conditions, with intervals and tests of the differences.
 
 out/HEAD/seed-0/ ...   the runs (see gsoftmax.train)
 out/summary.json       every number of the tables
@@ -13,7 +13,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,24 +23,103 @@ import torch
 
 from . import build, measures
 from .config import Config, parse_head
+from .data import Dataset
 from .distributed import Stopped
 from .files import locked
+from .heads import HEADS
 from .runs import folder_name, read_config, read_result
 from .summary import summarise
 from .train import train
+
+__all__ = ["Comparison", "Task", "compare", "plan", "split_heads"]
 
 
 @dataclass(frozen=True)
 class Task:
     """One run of a comparison."""
 
-    config: Config
-    out: Path
-    data_root: str | None
+    config: Config  # with the run's head and seed
+    out: Path  # its folder
+    data_root: str | None  # where the datasets are
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A comparison that was validated and can run."""
+
+    dataset: Dataset  # that all runs train on
+    heads: list[str]  # as they are written, `name(option=value, ...)`
+    seeds: list[int]  # of the runs of each head
+    out: Path  # the folder of all runs
+    tasks: list[Task]  # the runs, in the order in which they start
+
+    def run(self, jobs: int | None = None, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
+        """Trains what is not done yet and returns the summary.
+
+        jobs: parallel runs, by default one per core or GPU; progress: called with one line of text per run
+        """
+        with locked(self.out):
+            todo = [task for task in self.tasks if not _done(task)]
+            start, headline = time.perf_counter(), measures.headline(self.dataset.multilabel)
+            for count, task in enumerate(_run_all(todo, jobs), start=1):
+                if progress is not None:
+                    value = headline.scale * (read_result(task.out) or {}).get(headline.key, float("nan"))
+                    left = (time.perf_counter() - start) / count * (len(todo) - count)
+                    run = f"{task.config.head} seed {task.config.seed}"
+                    progress(f"{count}/{len(todo)}  {run}  {headline.title} {value:.2f}  {left:.0f} s left")
+            return summarise(self.out, self.heads, self.seeds)
+
+
+def compare(
+    base: Config,
+    heads: Sequence[str] | None,
+    seeds: int | Sequence[int],
+    out: str | os.PathLike[str],
+    *,
+    data_root: str | None = None,
+    jobs: int | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Trains every head with every seed, skipping what is done, and returns the summary.
+
+    base, heads, seeds, out, data_root: as in `plan`; jobs, progress: as in `Comparison.run`
+    """
+    return plan(base, heads, seeds, out, data_root=data_root).run(jobs, progress)
+
+
+def plan(
+    base: Config,
+    heads: Sequence[str] | None,
+    seeds: int | Sequence[int],
+    out: str | os.PathLike[str],
+    *,
+    data_root: str | None = None,
+) -> Comparison:
+    """Loads the data and validates every head; nothing is written yet.
+
+    base: all settings but head and seed; heads: as on the command line, None for all built-in ones that suit the data
+    seeds: a number of seeds, from 0 on, or the seeds; out: the folder of all runs; data_root: where the datasets are
+    """
+    dataset = build.load_data(base, data_root)
+    if heads is None:
+        heads = [name for name, head in HEADS.items() if head.multilabel or not dataset.multilabel]
+    seeds = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
+    if not heads or not seeds:
+        raise ValueError(f"heads and seeds must not be empty, got {len(heads)} and {len(seeds)}")
+    tasks = []
+    for seed in seeds:  # seeds outermost, so that pairs complete early
+        for head in heads:
+            name, options = parse_head(head)
+            config = base.override({"head": name, "head_options": {**base.head_options, **options}, "seed": seed})
+            tasks.append(Task(config, Path(out) / folder_name(head) / f"seed-{seed}", data_root))
+    _validate([task.config for task in tasks[: len(heads)]], dataset)
+    return Comparison(dataset, list(heads), seeds, Path(out), tasks)
 
 
 def split_heads(text: str) -> list[str]:
     """Heads separated by commas that are not inside parentheses.
+
+    text: as on the command line
 
     >>> split_heads("softmax, gsoftmax(lam=2, sigma=2)")
     ['softmax', 'gsoftmax(lam=2, sigma=2)']
@@ -51,59 +130,16 @@ def split_heads(text: str) -> list[str]:
     return heads
 
 
-def compare(
-    base: Config,
-    heads: Sequence[str],
-    seeds: int | Sequence[int],
-    out: str | os.PathLike[str],
-    *,
-    data_root: str | None = None,
-    jobs: int | None = None,
-    progress: Callable[[str], None] | None = None,
-) -> dict[str, Any]:
-    """Trains every head with every seed, skipping what is done, and returns the summary."""
-    seeds = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
-    if not heads or not seeds:
-        raise ValueError(f"heads and seeds must not be empty, got {len(heads)} and {len(seeds)}")
-    out = Path(out)
-    dataset = build.load_data(base, data_root)
-    tasks = []
-    for seed in seeds:  # seeds outermost: whole pairs early
-        for head in heads:
-            name, options = parse_head(head)
-            config = base.override({"head": name, "head_options": {**base.head_options, **options}, "seed": seed})
-            tasks.append(Task(config, out / folder_name(head) / f"seed-{seed}", data_root))
-    _refuse_early(tasks[: len(heads)], dataset)
-    with locked(out):
-        _run_missing(tasks, jobs, dataset.multilabel, progress)
-        return summarise(out, heads, seeds)
-
-
-def _run_missing(
-    tasks: Sequence[Task], jobs: int | None, multilabel: bool, progress: Callable[[str], None] | None
-) -> None:
-    todo = [t for t in tasks if not _done(t)]
-    started = time.perf_counter()
-    for count, task in enumerate(_run_all(todo, jobs), start=1):
-        if progress is not None:
-            result = read_result(task.out) or {}
-            spent = time.perf_counter() - started
-            left = spent / count * (len(todo) - count)
-            headline = measures.headline(multilabel)
-            progress(
-                f"{count}/{len(todo)}  {task.config.head} seed {task.config.seed}  "
-                f"{headline.title} {headline.scale * result.get(headline.key, float('nan')):.2f}  {left:.0f} s left"
-            )
-
-
-def _refuse_early(tasks: Sequence[Task], dataset: Any) -> None:
-    """Heads that cannot be built on this data fail before anything is trained or written."""
-    for task in tasks:
-        build.validate(task.config, dataset)
-        build.schedule(task.config, max(task.config.epochs, 1))
-        if not task.config.pretrained and task.config.weights is None:
-            with torch.device("meta"):
-                build.optimizer(task.config, build.network(task.config, dataset))
+def _validate(configs: Sequence[Config], dataset: Dataset) -> None:
+    """Raises for heads that cannot be built on this data, before anything is trained or written."""
+    base = configs[0]
+    build.validate(base, dataset)
+    build.schedule(base, max(base.epochs, 1))
+    with torch.device("meta"):
+        backbone = build.backbone(base.override({"pretrained": False, "weights": None}), dataset)
+        for config in configs:
+            head = build.head(config, dataset, backbone.num_features)
+            build.optimizer(config, build.Network(backbone, head))
 
 
 def _done(task: Task) -> bool:
@@ -111,21 +147,21 @@ def _done(task: Task) -> bool:
         return False
     found = read_config(task.out)
     if found is None:
-        raise ValueError(f"{task.out} holds a result without a config.json; choose another --out")
+        raise ValueError(f"{task.out} contains a result without config.json; choose another --out")
     if differing := found.differences(task.config):
         raise ValueError(f"{task.out} contains a run with {differing}; choose another --out")
     return True
 
 
-def _run_all(tasks: Sequence[Task], jobs: int | None) -> Any:
-    """Runs tasks, `jobs` at a time, and gives each as it ends."""
+def _run_all(tasks: Sequence[Task], jobs: int | None) -> Iterator[Task]:
+    """Runs tasks, `jobs` at a time, and yields each when it finishes."""
     if not tasks:
         return
     gpus = torch.cuda.device_count() if build.pick_device(tasks[0].config.device).type == "cuda" else 0
     jobs = min(jobs or gpus or os.cpu_count() or 1, len(tasks))
     if jobs == 1:
         for task in tasks:
-            _run(task, None)
+            _run(task)
             yield task
         return
     context = multiprocessing.get_context("spawn")
@@ -149,7 +185,7 @@ def _run_all(tasks: Sequence[Task], jobs: int | None) -> Any:
 
 
 def _follow(parent: int) -> None:
-    """A run in a pool leaves Ctrl-C to the one who started it, and does not outlive it."""
+    """Sets up a worker of the pool: it ignores Ctrl-C, which its parent handles, and dies with its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _note)
 
@@ -166,14 +202,14 @@ _busy: list[bool] = []
 
 
 def _note(number: int, frame: object) -> None:
-    """Outside of a run's own watch: a signal is remembered, and ends what is being done."""
+    """Handles SIGTERM outside the loop of a run: remembers it, and ends what the worker does."""
     _stopped.append(number)
     if _busy:
         raise Stopped("", number)
 
 
 def _run_in_pool(task: Task, gpu: int | None) -> None:
-    if _stopped:  # a pool hands out a few tasks ahead, which nobody can take back
+    if _stopped:  # the pool prefetches tasks that cannot be cancelled
         raise Stopped("", _stopped[0])
     _busy.append(True)
     try:
@@ -185,6 +221,6 @@ def _run_in_pool(task: Task, gpu: int | None) -> None:
         _busy.clear()
 
 
-def _run(task: Task, gpu: int | None) -> None:
+def _run(task: Task, gpu: int | None = None) -> None:
     config = task.config if gpu is None else task.config.override({"device": f"cuda:{gpu}"})
     train(config, task.out, data_root=task.data_root, resume=(task.out / "config.json").exists())
