@@ -1,10 +1,10 @@
-"""Our docstrings are written for `help()`; here they become reStructuredText.
+"""Turns our docstrings, which are written for `help()`, into reStructuredText.
 
-* A line `x, mu: ...` that begins with names of parameters becomes an item of a list.
+* A line `x, mu: ...` that starts with parameter names becomes a list item.
 * An indented formula becomes a literal block.
-* The comments behind a dataclass's fields become a list of its fields.
-* `|x|` and `*args` stand for themselves.
-* A name in backticks becomes a link where it is one of ours, and stays a word in code where it is not.
+* The comments behind the fields of a dataclass or named tuple become a list of its fields.
+* `|x|` and `*args` are escaped.
+* A name in backticks becomes a link if it is documented here, and code otherwise.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import sys
 from typing import Any
 
 from docutils import nodes
@@ -28,48 +29,59 @@ def process(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: li
     except (TypeError, ValueError):
         names = set()
     lines[:] = literal_formulas(list_parameters(escaped(lines), names))
-    if what == "class" and dataclasses.is_dataclass(obj) and name != "gsoftmax.config.Config":  # which has its tables
+    if is_record(obj) and name != "gsoftmax.config.Config":  # Config has tables of its keys
         rows = [row for row in field_comments(obj) if row[0]]
         lines += ["", *(f"* **{field}** (``{kind}``){text and f': {text}'}" for field, kind, _, text in rows), ""]
 
 
 def signature(app: Sphinx, what: str, name: str, obj: Any, *rest: Any) -> tuple[str, str] | None:
-    """None for a dataclass, whose fields are listed below it."""
-    return ("", "") if what == "class" and dataclasses.is_dataclass(obj) else None
+    """None, or an empty signature for a record, whose fields are listed below it."""
+    return ("", "") if is_record(obj) else None
+
+
+def is_record(obj: Any) -> bool:
+    return inspect.isclass(obj) and (dataclasses.is_dataclass(obj) or hasattr(obj, "_fields"))
 
 
 def escaped(lines: list[str]) -> list[str]:
-    """Without what reStructuredText would take for a substitution or for emphasis that never ends."""
+    """Escapes | and single * outside of code and examples."""
     out, example = [], False
     for line in lines:
         example = line.strip() != "" and (example or line.startswith(">>>"))
         if not example and not line.startswith("    "):
-            parts = re.split(r"(`[^`]*`)", line)  # code is at the odd places
+            parts = re.split(r"(`[^`]*`)", line)  # code is at the odd positions
             parts[::2] = [re.sub(r"\||\*(?=\w)(?!\w[^*]*\*)", r"\\\g<0>", part) for part in parts[::2]]
             line = "".join(parts)
         out.append(line)
     return out
 
 
+def parameters(line: str) -> tuple[list[str], str]:
+    """The names that a line describes and the description: `x, mu: text` -> (["x", "mu"], "text")."""
+    match = re.match(r"([\\*\w]+(?:(?:, | and )[\\*\w]+)*): +(?=\S)", line)
+    return (re.findall(r"\w+", re.sub(" and ", ", ", match[1])), line[match.end() :]) if match else ([], line)
+
+
 def list_parameters(lines: list[str], names: set[str]) -> list[str]:
-    """Lines that begin with names of parameters, and what belongs to them, as list items."""
+    """Lines that describe parameters, with their continuation lines, as list items."""
     out: list[str] = []
     inside = False
     for line in lines:
-        start = re.match(r"(\w+(?:(?:, | and )\w+)*): (?=\S)", line)
-        if start and set(re.split(", | and ", start[1])) <= names:
-            out += ["", f"* **{start[1]}**: {line[start.end() :]}"]
-            inside = True
-        elif inside and line.strip():
-            out.append("  " + line.strip())
+        found, text = parameters(line)
+        starts = bool(found) and set(found) <= names
+        other = line.startswith("Other ")  # "Other options as in `NAME`."
+        inside = starts or (inside and bool(line.strip()) and not other)
+        if starts:
+            out += ["", f"* **{', '.join(found)}**: {text}"]
+        elif inside:
+            out.append(f"  {line.strip()}")
         else:
-            inside = False
-            out.append(line)
+            out += ["", line] if other else [line]
     return out
 
 
 def literal_formulas(lines: list[str]) -> list[str]:
-    """Indented paragraphs after one that is not a list, as literal blocks."""
+    """Indented paragraphs, except those inside a list, as literal blocks."""
     out: list[str] = []
     listed = inside = False
     for i, line in enumerate(lines):
@@ -85,15 +97,13 @@ def literal_formulas(lines: list[str]) -> list[str]:
 
 
 def field_comments(cls: type) -> list[tuple[str, str, str, str]]:
-    """Name, type, default and comment of a dataclass's fields; a comment on a line of its own has an empty name."""
+    """Name, type, default and comment of each field of a record; a comment on its own line has an empty name."""
     out: list[tuple[str, str, str, str]] = []
-    for base in reversed(cls.__mro__):
-        if not dataclasses.is_dataclass(base):
-            continue
+    for base in filter(is_record, reversed(cls.__mro__)):
         for line in inspect.getsource(base).splitlines():
             if re.match(r"    (@|def )", line):
                 break
-            field = re.match(r"    ([a-z]\w*): (.*?)(?: = (.*?))?(?:  # (.*))?$", line)
+            field = re.match(r"    ([a-zA-Z]\w*): (.*?)(?: = (.*?))?(?:  # (.*))?$", line)
             comment = re.match(r"    # (.*)", line)
             if field and field[1] in base.__annotations__:
                 out.append((field[1], field[2], field[3] or "", field[4] or ""))
@@ -103,20 +113,23 @@ def field_comments(cls: type) -> list[tuple[str, str, str, str]]:
 
 
 def find(app: Sphinx, env: Any, node: pending_xref, contnode: nodes.TextElement) -> nodes.Node | None:
-    """A name of ours that was written without its module; any other word in backticks is left as it is."""
+    """Links one of our names that is written without its module; other words in backticks stay code."""
     if node.get("refdomain") != "py":
         return None
     target = node["reftarget"].removesuffix("()")
-    if target.removeprefix("gsoftmax.") in gsoftmax.__all__:  # where the names at the top of the package come from
-        top = getattr(gsoftmax, target.removeprefix("gsoftmax."))
-        target = f"{top.__module__}.{top.__qualname__}" if hasattr(top, "__qualname__") else target
+    module, _, word = target.rpartition(".")
+    ours = target.removeprefix("gsoftmax.") in gsoftmax.__all__ or (
+        module.startswith("gsoftmax.") and hasattr(sys.modules.get(module), word)
+    )
+    # A name of the package, or of the module that defines it, is documented where users import it from.
+    target = word if ours else target
     found = env.domains["py"].find_obj(env, node.get("py:module"), node.get("py:class"), target, None, 1)
-    if len(found) > 1:  # methods go by the same names in many classes
+    if len(found) > 1:  # many classes have methods of the same name
         found = [(name, entry) for name, entry in found if entry.objtype in ("class", "function")][:1]
     if len(found) == 1:
         name, entry = found[0]
         return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, contnode, name)
-    return contnode if node["reftype"] == "obj" else None
+    return contnode if ours or node["reftype"] == "obj" else None
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
