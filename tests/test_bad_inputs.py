@@ -204,7 +204,7 @@ train digits --nosuch | nosuch
 train digits --epochs 3 | epochs
 train digits --out | --out
 train nosuch | nosuch
-train digit | nearest: digits
+train digit | did you mean 'digits'
 train Digits | Digits
 train /nosuch | nosuch
 train empty | empty

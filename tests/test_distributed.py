@@ -28,9 +28,9 @@ OPTIONS += ["evaluate_every=1", "accumulate=2", "clip=1.0"]
 
 
 def single(tmp_path: Path, changes: list[str]) -> dict:
-    from gsoftmax.cli import _changes
+    from gsoftmax.cli import parse_changes
 
-    return train.train(Config().override(_changes([*OPTIONS, *changes])), tmp_path / "one")
+    return train.train(Config().override(parse_changes([*OPTIONS, *changes])), tmp_path / "one")
 
 
 CASES = {
@@ -85,9 +85,9 @@ def compare(done: subprocess.CompletedProcess[str], changes: list[str], size: in
 
 
 def _config(changes):
-    from gsoftmax.cli import _changes
+    from gsoftmax.cli import parse_changes
 
-    return _changes([*OPTIONS, *changes])
+    return parse_changes([*OPTIONS, *changes])
 
 
 def _train_and_evaluate_in_shards(*argv):
@@ -137,7 +137,7 @@ def test_a_checkpoint_of_two_processes_resumes_on_three(tmp_path):
     done = processes.torchrun(2, _stop_in_epoch_two, *argv, cwd=tmp_path)
     assert done.returncode == 128 + signal.SIGTERM
     assert "gsoftmax: stopped in epoch 2, after batch" in done.stderr, done.stderr
-    assert "the same command with --resume goes on from there" in done.stderr
+    assert "run the same command with --resume to continue" in done.stderr
     refused = processes.torchrun(2, processes.gsoftmax, *argv, cwd=tmp_path)  # no --resume
     assert refused.returncode == 2 and refused.stderr.count("gsoftmax: run already holds a run; --resume") == 1
     done = processes.torchrun(3, processes.gsoftmax, *argv, "--resume", cwd=tmp_path)

@@ -161,8 +161,8 @@ def check_command(words: list[str]) -> None:
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-            arguments, changes = cli._set_apart(words[1:])
-            args = cli._parser().parse_args(arguments)
+            arguments, changes = cli.split_changes(words[1:])
+            args = cli.parser().parse_args(arguments)
     except SystemExit as end:
         assert end.code == 0, f"{shlex.join(words)}: {said.getvalue()}"  # --version and --help are fine
         return
@@ -173,7 +173,7 @@ def check_command(words: list[str]) -> None:
 
 def check_names(args: argparse.Namespace, changes: list[str]) -> None:
     if args.command in ("train", "compare"):
-        made = cli._config(args.what, changes, getattr(args, "smoke", False))
+        made = cli.find_config(args.what, changes, getattr(args, "smoke", False))
         family = data.parse(made.data)[0]
         assert family in {"folder", "npz", "arff", "mosaic"} | {info.name for info in data.describe()}, made.data
     if args.command == "compare" and args.heads:
@@ -185,10 +185,10 @@ def check_names(args: argparse.Namespace, changes: list[str]) -> None:
         rows = {name: recipe for name, recipe in recipes.recipes().items() if recipe.table == args.table}
         assert any(recipe.published for recipe in rows.values()), f"unknown table {args.table}"
         for recipe in [rows[args.row]] if args.row else rows.values():
-            recipe.config(cli._changes(changes), smoke=args.smoke)
+            recipe.config(cli.parse_changes(changes), smoke=args.smoke)
     if args.command in ("analyze", "report"):
-        assert set(cli._words(args.tables)) <= {"md", "tex", "csv", "txt"}, args.tables
-        assert set(cli._words(args.figures)) <= {"svg", "png", "pdf"}, args.figures
+        assert set(cli.split_words(args.tables)) <= {"md", "tex", "csv", "txt"}, args.tables
+        assert set(cli.split_words(args.figures)) <= {"svg", "png", "pdf"}, args.figures
 
 
 @pytest.mark.parametrize("page", [page for page, text in FOUND.items() if any(commands(text))])
@@ -200,7 +200,7 @@ def test_the_commands_of_a_page_parse(page):
 def test_commands_are_found():
     assert ["gsoftmax", "heads"] in list(commands(FOUND["README.md"]))
     seen = {words[1] for text in FOUND.values() for words in commands(text) if words[0] == "gsoftmax" and words[1:]}
-    every = next(a for a in cli._parser()._actions if isinstance(a, argparse._SubParsersAction)).choices
+    every = next(a for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction)).choices
     assert {"compare", "train", "evaluate", "reproduce", "analyze", "report", "recipes"} <= seen <= set(every)
 
 

@@ -209,7 +209,7 @@ def test_a_signal_saves_and_says_how_to_go_on(number, status, undisturbed, tmp_p
         before = signal.getsignal(number)
         assert main(argv) == status
         assert signal.getsignal(number) is before
-    line = "gsoftmax: stopped in epoch 2, after batch 3 of 6; the same command with --resume goes on from there\n"
+    line = "gsoftmax: stopped in epoch 2, after batch 3 of 6; run the same command with --resume to continue\n"
     assert capsys.readouterr().err == line and data_batches == 0
     assert checkpoints(tmp_path / "run")[-1].name.startswith("epoch-000001-batch-00000003-")
     assert main([*argv, "--resume"]) == 0
@@ -245,7 +245,7 @@ def test_a_comparison_goes_on_after_ctrl_c(call, epochs, tmp_path):
     os.killpg(program.process.pid, signal.SIGINT)
     done = program.wait()
     assert done.returncode == 130, done.stderr
-    assert "gsoftmax: stopped; the same command goes on where this one stopped" in done.stderr, done.stderr
+    assert "gsoftmax: stopped; run the same command again to continue" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr, done.stderr
     assert len([p for p in out.glob("*/*") if runs.read_result(p)]) < 4
     assert not list(out.rglob("*.partial")) and not list(out.rglob(".lock"))

@@ -353,7 +353,7 @@ def test_smoke_numbers_are_never_shown_as_results(tmp_path, capsys, monkeypatch)
 @pytest.mark.parametrize(
     "argv, words",
     [
-        (["compare", "digitz"], "'digitz' is neither a recipe nor a dataset; nearest: digits"),
+        (["compare", "digitz"], "'digitz' is neither a recipe nor a dataset, did you mean 'digits'"),
         (["compare", "digits", "epochz=3"], "unknown key 'epochz', did you mean 'epochs'"),
         (["compare", "digits", "epochs"], "changes are written key=value, got 'epochs'"),
         (["compare", "digits", "--heads", "softmax,,gsoftmax"], "heads must be different and not empty"),
@@ -368,7 +368,7 @@ def test_smoke_numbers_are_never_shown_as_results(tmp_path, capsys, monkeypatch)
         (["compare", "npz:nowhere.npz"], "nowhere.npz"),
         (["compare", "digits-mosaic", "--heads", "lsoftmax"], "L-softmax has no multi-label form"),
         (["train", "nothing"], "'nothing' is neither a recipe nor a dataset"),
-        (["evaluate", "nowhere"], "nowhere holds no finished run"),
+        (["evaluate", "nowhere"], "nowhere is not a finished run"),
         (["reproduce", "table9"], "unknown table 'table9'; tables are table1, table2, table3, table4"),
         (["reproduce", "table1", "--row", "x"], "table1 has no row 'x'"),
     ],

@@ -15,7 +15,7 @@ from sphinx.application import Sphinx
 def commands() -> str:
     """`--help` of every command."""
     os.environ.update(COLUMNS="92", NO_COLOR="1")
-    from gsoftmax.cli import _parser
+    from gsoftmax.cli import parser as command_line
 
     def sections(parser: argparse.ArgumentParser) -> Iterator[str]:
         yield f"## {parser.prog}\n\n```text\n{parser.format_help().strip()}\n```\n"
@@ -24,7 +24,7 @@ def commands() -> str:
                 for command in action.choices.values():
                     yield from sections(command)
 
-    return "\n".join(sections(_parser()))
+    return "\n".join(sections(command_line()))
 
 
 def configuration() -> str:

@@ -1,8 +1,13 @@
-"""The command line: thin, every command is a function of the package."""
+"""The command line: each command is a thin layer over one function of the package.
+
+Modules are imported on first use, through the package's attributes: what needs no torch does not wait for it.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import inspect
 import io
 import os
 import re
@@ -12,12 +17,16 @@ import tempfile
 import textwrap
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import catalog
+import gsoftmax
+
+from . import catalog, completion, config, messages, recipes, tables
 from ._version import __version__
+
+__all__ = ["main"]
 
 EXAMPLES = """\
 examples:
@@ -28,33 +37,42 @@ examples:
   gsoftmax reproduce table1 --row wrn-cifar100-gsoftmax --data ~/data
   torchrun --nproc-per-node 4 -m gsoftmax train wrn-cifar100-gsoftmax --data ~/data     four processes, one run
 """
+FLAGS = ("--debug", "--resume", "--smoke")  # options without a value
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; a user's mistake is one line on standard error and status 2."""
-    parser = _parser()
-    words, changes = _set_apart(sys.argv[1:] if argv is None else argv)
-    args = parser.parse_args(words)
+    """Run a command and return its exit status; a user's mistake is one line on standard error and status 2.
+
+    argv: the words after `gsoftmax`; by default those of this process
+
+    >>> main(["--version"])
+    Traceback (most recent call last):
+    SystemExit: 0
+    """
+    root = parser()
+    completion.complete(root)
+    words, changes = split_changes(sys.argv[1:] if argv is None else argv)
+    args = root.parse_args(words)
     if changes and not hasattr(args, "changes"):
-        parser.error(f"{args.command or 'gsoftmax'} takes no key=value, got {changes[0]}")
+        root.error(f"{args.command or 'gsoftmax'} takes no key=value, got {changes[0]}")
     args.changes = [*getattr(args, "changes", []), *changes]
     if args.command is None:
-        parser.print_help()
+        root.print_help()
         return 0
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # names of classes may have letters that the locale has not
+        if isinstance(stream, io.TextIOWrapper):  # class names may contain letters that the locale lacks
             stream.reconfigure(errors="backslashreplace")
+    in_main_thread = threading.current_thread() is threading.main_thread()
     before = warnings.showwarning, signal.getsignal(signal.SIGTERM)
     warnings.showwarning = _show_warning
     try:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, _terminated)
+        if in_main_thread:
+            signal.signal(signal.SIGTERM, _terminate)
         args.run(args)
     except KeyboardInterrupt as stopped:
-        where = f" {stopped}" if str(stopped) else ""
-        hint = {"train": "; the same command with --resume goes on from there"}
-        hint |= dict.fromkeys(("compare", "reproduce"), "; the same command goes on where this one stopped")
-        _say(f"stopped{where}{hint.get(args.command, '')}")
+        hints = {"train": "; run the same command with --resume to continue"}
+        hints |= dict.fromkeys(("compare", "reproduce"), "; run the same command again to continue")
+        _say(f"stopped {stopped}".rstrip() + hints.get(args.command, ""))
         return 128 + getattr(stopped, "signal_number", signal.SIGINT)
     except (ValueError, OSError, RuntimeError) as error:
         if args.debug or type(error) is RuntimeError:
@@ -63,20 +81,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     finally:
         warnings.showwarning = before[0]
-        if threading.current_thread() is threading.main_thread():
+        if in_main_thread:
             signal.signal(signal.SIGTERM, before[1])
     return 0
 
 
 def _say(text: str) -> None:
     """One line on standard error."""
-    if _speaks():
+    if _is_rank0():
         _clear()
         print(f"gsoftmax: {text}", file=sys.stderr)
 
 
-def _speaks() -> bool:
-    """Of several processes the first one."""
+def _is_rank0() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -84,303 +101,224 @@ def _show_warning(message: Any, category: Any, *_: Any, **__: Any) -> None:
     _say(f"warning: {' '.join(str(message).split())}")
 
 
-def _terminated(number: int, frame: Any) -> None:
-    from .distributed import Stopped
-
-    raise Stopped("", number)
-
-
-def _set_apart(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words argparse sees, and the `key=value` among them, which may stand anywhere."""
-    words: list[str] = []
-    changes: list[str] = []
-    takes_value = False
-    for word in argv:
-        is_change = re.match(r"[A-Za-z_][\w.]*=", word) and not takes_value
-        (changes if is_change else words).append(word)
-        takes_value = word.startswith("--") and "=" not in word and word not in ("--debug", "--resume", "--smoke")
-    return words, changes
+def _terminate(number: int, frame: Any) -> None:
+    raise gsoftmax.distributed.Stopped("", number)
 
 
 def _one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         error = ValueError(error.strerror.lower() + (f": {error.filename}" if error.filename else ""))
-    first, *rest = str(error).splitlines() or [type(error).__name__]
-    more = "; `gsoftmax datasets` shows the layout" if any(line.startswith("  layout:") for line in rest) else ""
-    line = "".join(c if c.isprintable() else "\ufffd" for c in first)  # names must not steer a terminal
+    more = "; `gsoftmax datasets` shows the layout" if "\n  layout:" in str(error) else ""
+    line = "".join(c if c.isprintable() else "\ufffd" for c in messages.first_line(error))  # no terminal escapes
     return (line if len(line) <= 600 else f"{line[:400]} ... {line[-150:]}") + more
+
+
+def _ticker() -> Callable[[str], None] | None:
+    """Shows progress on one line of a terminal; None where there is no terminal."""
+    if not sys.stderr.isatty():
+        return None
+    return lambda text: print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def _clear() -> None:
+    if ticker := _ticker():
+        ticker("")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 class _Parser(argparse.ArgumentParser):
     """A mistake is one line, without the usage above it."""
 
     def error(self, message: str) -> Any:
-        self.exit(2, f"{self.prog}: {_one_line(ValueError(message))}; {self.prog} --help says more\n")
+        self.exit(2, f"{self.prog}: {_one_line(ValueError(message))}; see {self.prog} --help\n")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def parser() -> argparse.ArgumentParser:
+    """The parser of all commands; a command's help is its function's docstring."""
+    root = _Parser(
         prog="gsoftmax",
         description="Compare softmax, L-softmax and G-softmax, and measure how compact and how far apart classes are.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"gsoftmax {__version__}")
-    shared = _Parser(add_help=False)
-    shared.add_argument("--debug", action="store_true", help="full traceback for an error")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    root.add_argument("--version", action="version", version=f"gsoftmax {__version__}")
+    commands = root.add_subparsers(dest="command", metavar="COMMAND")
 
-    def add(name: str, run: Any, text: str, epilog: str = "") -> argparse.ArgumentParser:
-        command = commands.add_parser(
-            name,
-            help=text,
-            description=text[0].upper() + text[1:] + ".",
-            parents=[shared],
-            epilog=textwrap.dedent(epilog),
+    def argument(*names: str, **options: Any) -> _Parser:
+        part = _Parser(add_help=False)
+        part.add_argument(*names, **options)
+        return part
+
+    def add(run: Callable[[Any], None], *arguments: _Parser) -> None:
+        summary, _, examples = inspect.cleandoc(run.__doc__ or "").partition("\n\n")
+        commands.add_parser(
+            run.__name__.removeprefix("_"),
+            help=summary[:1].lower() + summary[1:].removesuffix("."),
+            description=summary,
+            epilog=examples,
+            parents=[*arguments, argument("--debug", action="store_true", help="print the full traceback of an error")],
             formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        command.set_defaults(run=run)
-        return command
+        ).set_defaults(run=run)
 
-    c = add(
-        "compare",
+    changes = argument("changes", nargs="*", metavar="key=value", help="configuration changes, as in epochs=30")
+    data = argument("--data", metavar="DIR", help="folder of the published datasets")
+    smoke = argument("--smoke", action="store_true", help="two epochs on small generated files of the same format")
+    heads = (
+        "comma-separated, options in parentheses; the first is the reference "
+        "(default: softmax,lsoftmax,gsoftmax, or softmax,gsoftmax for multi-label data)"
+    )
+    add(
         _compare,
-        "train heads under identical conditions over several seeds, and say what changed",
-        """\
-        example:
-          gsoftmax compare digits --heads 'softmax,gsoftmax(lam=4,gaussians=tracked)' --seeds 10 --out runs/tracked
-        """,
+        argument("what", nargs="?", default="digits", help="a recipe or a dataset (default: digits)"),
+        changes,
+        argument("--heads", help=heads),
+        argument("--seeds", type=int, default=5, metavar="N", help="seeds 0 ... N-1 (default: 5)"),
+        argument("--first-seed", type=int, default=0, metavar="K", help="start at seed K"),
+        argument("--jobs", type=int, metavar="J", help="number of parallel runs (default: one per core or GPU)"),
+        argument("--out", help="folder of the runs (default: runs/NAME); finished runs in it are kept"),
+        data,
     )
-    c.add_argument("what", nargs="?", default="digits", help="a recipe or a dataset (default: digits)")
-    c.add_argument("changes", nargs="*", metavar="key=value", help="changes to the configuration, as epochs=30")
-    c.add_argument(
-        "--heads",
-        help="separated by commas, options in parentheses; the first is the reference "
-        "(default: softmax,lsoftmax,gsoftmax, or softmax,gsoftmax for multi-label data)",
-    )
-    c.add_argument("--seeds", type=int, default=5, metavar="N", help="seeds 0 ... N-1 (default: 5)")
-    c.add_argument("--first-seed", type=int, default=0, metavar="K", help="begin at seed K")
-    c.add_argument("--jobs", type=int, metavar="J", help="runs at the same time (default: one a core or GPU)")
-    c.add_argument("--out", help="folder of the runs (default: runs/NAME); finished runs in it are kept")
-    c.add_argument("--data", metavar="DIR", help="folder of the published datasets")
-
-    c = add(
-        "train",
+    add(
         _train,
-        "train one recipe or dataset and write a run folder",
-        """\
-        examples:
-          gsoftmax train digits head=gsoftmax head_options.lam=2 --out runs/lam2
-          gsoftmax train wrn-cifar100-gsoftmax --data ~/data amp=bf16 --resume     # starts, or goes on
-          gsoftmax train coco-softmax --smoke                 # does it run at all: two epochs on generated files
-        """,
+        argument("what", help="a recipe or a dataset"),
+        changes,
+        argument("--out", help="run folder (default: runs/NAME)"),
+        data,
+        argument("--resume", action="store_true", help="continue from the last checkpoint"),
+        smoke,
     )
-    c.add_argument("what", help="a recipe or a dataset")
-    c.add_argument("changes", nargs="*", metavar="key=value", help="changes, as head=gsoftmax head_options.lam=0.5")
-    c.add_argument("--out", help="run folder (default: runs/NAME)")
-    c.add_argument("--data", metavar="DIR", help="folder of the published datasets")
-    c.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
-    c.add_argument("--smoke", action="store_true", help="small generated files in the dataset's format, two epochs")
-
-    c = add(
-        "evaluate",
-        _evaluate,
-        "compute the metrics of a run again from its saved outputs",
-        """\
-        example:
-          gsoftmax evaluate runs/lam2
-        """,
-    )
-    c.add_argument("run_folder", metavar="RUN")
-
-    c = add(
-        "reproduce",
+    add(_evaluate, argument("run_folder", metavar="RUN"))
+    add(
         _reproduce,
-        "run a table of the paper and print its numbers beside ours",
-        """\
-        examples:
-          gsoftmax reproduce table1 --smoke                   # every row, two epochs on generated files
-          gsoftmax reproduce table3 --row 'coco-gsoftmax(0,1)' --data ~/data
-        """,
+        argument("table", help="table1, table2, table3 or table4"),
+        changes,
+        argument("--row", help="one row only (see gsoftmax recipes)"),
+        argument("--out", default="runs/reproduce", help="folder of the runs (default: runs/reproduce)"),
+        data,
+        smoke,
     )
-    c.add_argument("table", help="table1, table2, table3 or table4")
-    c.add_argument("--row", help="one row only (see gsoftmax recipes)")
-    c.add_argument("changes", nargs="*", metavar="key=value")
-    c.add_argument("--out", default="runs/reproduce")
-    c.add_argument("--data", metavar="DIR", help="folder of the published datasets")
-    c.add_argument("--smoke", action="store_true", help="small generated files in the dataset's format, two epochs")
-
-    c = add(
-        "analyze",
-        _analyze,
-        "measure the classes of any model from a file of its outputs: .npz, .safetensors or .csv with x and y",
-        """\
-        example:
-          gsoftmax analyze softmax.npz --against mine.npz      # two models on the same images
-        """,
+    report = (
+        argument("--out", help="folder to write to"),
+        argument("--tables", default="md,tex,csv", help="md, tex, csv, txt, comma-separated (default: md,tex,csv)"),
+        argument("--figures", default="svg", help="svg, png, pdf, comma-separated (default: svg)"),
+        argument("--class", dest="class_name", metavar="NAME", help="class of the single-class figures"),
     )
-    c.add_argument(
-        "outputs", metavar="OUTPUTS", help="x (N, C), y (N,) or (N, C), if there are p, names, mu, sigma, lam"
-    )
-    c.add_argument("--against", metavar="OTHER", help="another model's outputs on the same images")
-    _report_options(c)
-
-    c = add(
-        "report",
-        _report,
-        "tables, figures and the page from run folders or the folder of a comparison",
-        """\
-        examples:
-          gsoftmax report runs/digits --figures svg,pdf --class 7
-          gsoftmax report runs/softmax runs/lam2 --out both
-          gsoftmax report --paper runs/reproduce --tables tex
-        """,
-    )
-    c.add_argument("runs", nargs="*", metavar="RUN")
-    c.add_argument("--paper", metavar="DIR", help="the paper's tables beside the runs of `gsoftmax reproduce` in DIR")
-    _report_options(c)
-
-    add(
-        "datasets",
-        _datasets,
-        "list datasets: shapes, sources, what the folder must look like",
-        """\
-        example:
-          gsoftmax datasets                                   # then: gsoftmax compare folder:photos
-        """,
-    )
-    add(
-        "recipes",
-        _recipes,
-        "list recipes with the published numbers",
-        """\
-        example:
-          gsoftmax recipes                                    # then: gsoftmax train NAME --smoke
-        """,
-    )
-    add(
-        "heads",
-        _heads,
-        "list heads and their options",
-        """\
-        example:
-          gsoftmax heads                                      # then: gsoftmax compare --heads 'softmax,gsoftmax(lam=2)'
-        """,
-    )
-    c = add(
-        "completion",
-        _completion,
-        "print a script that completes commands, options and names in a shell",
-        """\
-        examples:
-          gsoftmax completion bash > ~/.local/share/bash-completion/completions/gsoftmax
-          gsoftmax completion zsh > ~/.zfunc/_gsoftmax         # a folder of $fpath, before compinit in ~/.zshrc
-          gsoftmax completion fish > ~/.config/fish/completions/gsoftmax.fish
-        """,
-    )
-    c.add_argument("shell", choices=("bash", "zsh", "fish"))
-    return parser
+    outputs = "x (N, C), y (N,) or (N, C), optionally p, names, mu, sigma, lam"
+    against = argument("--against", metavar="OTHER", help="another model's outputs on the same images")
+    add(_analyze, argument("outputs", metavar="OUTPUTS", help=outputs), against, *report)
+    paper = argument("--paper", metavar="DIR", help="the paper's tables beside the runs of `gsoftmax reproduce` in DIR")
+    add(_report, argument("runs", nargs="*", metavar="RUN"), paper, *report)
+    for run in (_datasets, _recipes, _heads):
+        add(run)
+    add(_completion, argument("shell", choices=completion.SHELLS))
+    return root
 
 
-def _report_options(c: argparse.ArgumentParser) -> None:
-    c.add_argument("--out", help="folder to write to")
-    c.add_argument(
-        "--tables", default="md,tex,csv", help="md, tex, csv, txt, separated by commas (default: md,tex,csv)"
-    )
-    c.add_argument("--figures", default="svg", help="svg, png, pdf (default: svg)")
-    c.add_argument("--class", dest="class_name", metavar="NAME", help="the class of the figures of one class")
+def split_changes(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words for argparse, and the `key=value` among them, which may appear anywhere.
+
+    >>> split_changes(["train", "lr=1", "digits", "--out", "a=b"])
+    (['train', 'digits', '--out', 'a=b'], ['lr=1'])
+    """
+    words: list[str] = []
+    changes: list[str] = []
+    takes_value = False
+    for word in argv:
+        is_change = re.match(r"[A-Za-z_][\w.]*=", word) and not takes_value
+        (changes if is_change else words).append(word)
+        takes_value = word.startswith("--") and "=" not in word and word not in FLAGS
+    return words, changes
 
 
-def _changes(pairs: Sequence[str]) -> dict[str, Any]:
-    from .config import parse_value
-
-    changes = {}
+def parse_changes(pairs: Sequence[str]) -> dict[str, Any]:
+    """
+    >>> parse_changes(["epochs=30", "head=gsoftmax"])
+    {'epochs': 30, 'head': 'gsoftmax'}
+    """
     for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals:
+        if "=" not in pair:
             raise ValueError(f"changes are written key=value, got {pair!r}")
-        changes[key] = parse_value(value)
-    return changes
+    return {key: config.parse_value(value) for key, _, value in (pair.partition("=") for pair in pairs)}
 
 
-def _config(what: str, changes: Sequence[str], smoke: bool = False) -> Any:
+def split_words(text: str) -> list[str]:
+    """
+    >>> split_words("md, tex")
+    ['md', 'tex']
+    """
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def find_config(what: str, changes: Sequence[str], smoke: bool = False) -> config.Config:
     """The configuration of a recipe, or the default one for a dataset."""
-    from . import recipes
-    from .config import Config
-
     if what in recipes.recipes():
-        return recipes.find(what).config(_changes(changes), smoke=smoke)
+        return recipes.find(what).config(parse_changes(changes), smoke=smoke)
     if what.startswith("arff:"):
-        return recipes.find("tables").config({"data": what} | _changes(changes))
-    from . import data
-
-    family = data.parse(what)[0]
-    if family not in {"folder", "npz", "mosaic"} and family not in {info.name for info in data.describe()}:
-        import difflib
-
-        close = difflib.get_close_matches(what, [*recipes.recipes(), *(i.name for i in data.describe())], 3)
-        hint = f"; nearest: {', '.join(close)}" if close else ""
+        return recipes.find("tables").config({"data": what} | parse_changes(changes))
+    datasets = [info.name for info in catalog.DATASETS]
+    if gsoftmax.data.parse(what)[0] not in {"folder", "npz", "mosaic", *datasets}:
+        hint = messages.did_you_mean(what, {*recipes.recipes(), *datasets}, 3)
         raise ValueError(f"{what!r} is neither a recipe nor a dataset{hint}")
-    return Config(data=what).override(_changes(changes))
+    return config.Config(data=what).override(parse_changes(changes))
 
 
 def _folder(what: str, out: str | None) -> Path:
-    from .runs import folder_name
-
-    return Path(out) if out else Path("runs") / folder_name(Path(what).name or what)
+    return Path(out) if out else Path("runs") / gsoftmax.runs.folder_name(Path(what).name or what)
 
 
-def _ticker() -> Any:
-    """Progress on one line of a terminal, and silence elsewhere."""
-    if not sys.stderr.isatty():
-        return None
-
-    def show(text: str) -> None:
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-
-    return show
-
-
-def _clear() -> None:
-    if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+# ---------------------------------------------------------------------------------------------------------------------
+# Commands
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def _compare(args: argparse.Namespace) -> None:
-    from . import compare, report, summary, tables
+    """Train heads under identical conditions over several seeds, and report what changed.
 
+    example:
+      gsoftmax compare digits --heads 'softmax,gsoftmax(lam=4,gaussians=tracked)' --seeds 10 --out runs/tracked
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("compare starts its own processes, as many as --jobs says; torchrun is for gsoftmax train")
-    if args.seeds < 1:
-        raise ValueError(f"--seeds must be 1 or more, got {args.seeds}")
-    if args.jobs is not None and args.jobs < 1:
-        raise ValueError(f"--jobs must be 1 or more, got {args.jobs}")
-    config = _config(args.what, args.changes)
-    if config.threads == 0:
-        # one thread a run: --jobs decides how many cores are busy, and results do not depend on it
-        config = config.override({"threads": 1})
-    heads = compare.split_heads(args.heads) if args.heads else None
+    for option in ("seeds", "jobs"):
+        if (value := getattr(args, option)) is not None and value < 1:
+            raise ValueError(f"--{option} must be 1 or more, got {value}")
+    base = find_config(args.what, args.changes)
+    if base.threads == 0:
+        # One thread per run: --jobs decides how many cores are busy, and results do not depend on it.
+        base = base.override({"threads": 1})
+    heads = gsoftmax.compare.split_heads(args.heads) if args.heads else None
     out = _folder(args.what, args.out)
     seeds = range(args.first_seed, args.first_seed + args.seeds)
-    plan = compare.plan(config, heads, seeds, out, data_root=args.data)
+    plan = gsoftmax.compare.plan(base, heads, seeds, out, data_root=args.data)
     print(f"{plan.dataset.summary()}; {', '.join(plan.heads)}; {args.seeds} seeds -> {out}")
     found = plan.run(args.jobs, _ticker())
     _clear()
-    for table in (summary.means(found), *summary.differences(found)):
+    for table in (gsoftmax.summary.means(found), *gsoftmax.summary.differences(found)):
         print(f"\n{table.text()}")
     print()
-    for sentence in summary.verdicts(found):
+    for sentence in gsoftmax.summary.verdicts(found):
         print(textwrap.fill(tables.plain(sentence), 100, subsequent_indent="  "))
     try:
-        print(f"\n{report.write_page(found, out, f'{args.what}: {chr(44).join(plan.heads)}')}")
+        print(f"\n{gsoftmax.report.write_page(found, out, f'{args.what}: {chr(44).join(plan.heads)}')}")
     except ValueError as error:  # the runs and their numbers are there all the same
         print(f"\nno page was written: {error}")
 
 
 def _train(args: argparse.Namespace) -> None:
+    """Train one recipe or dataset and write a run folder.
+
+    examples:
+      gsoftmax train digits head=gsoftmax head_options.lam=2 --out runs/lam2
+      gsoftmax train wrn-cifar100-gsoftmax --data ~/data amp=bf16 --resume     # starts or continues
+      gsoftmax train coco-softmax --smoke                 # a quick trial: two epochs on generated files
+    """
     out = _folder(args.what, args.out)
-    result = _run_recipe(args.what, args.changes, out, args.data, args.resume, args.smoke)
-    if not _speaks():
+    result = _run_recipe(args, args.what, out, args.resume)
+    if not _is_rank0():
         return
     for key in ("error", "mAP", "compactness", "separability", "ratio", "nll", "ece", "seconds"):
         if key in result:
@@ -388,25 +326,23 @@ def _train(args: argparse.Namespace) -> None:
     print(f"{out}" + (" (smoke: small generated data, not a result)" if args.smoke else ""))
 
 
-def _run_recipe(
-    what: str, changes: Sequence[str], out: Path, data_root: str | None, resume: bool, smoke: bool
-) -> dict[str, Any]:
-    from . import data, train
-
-    config = _config(what, changes, smoke)
-    ticker = _ticker()
+def _run_recipe(args: argparse.Namespace, what: str, out: Path, resume: bool) -> dict[str, Any]:
+    base = find_config(what, args.changes, args.smoke)
     try:
-        if not smoke:
-            return train.train(config, out, data_root=data_root, resume=resume, progress=ticker)
-        with tempfile.TemporaryDirectory() as folder:
-            spec = data.write_smoke(config.data, folder) if config.data in data.SMOKE_NAMES else config.data
-            config = config.override({"data": spec})
-            return train.train(config, out, data_root=folder, resume=resume, progress=ticker)
+        with tempfile.TemporaryDirectory() if args.smoke else contextlib.nullcontext(args.data) as root:
+            if args.smoke and base.data in gsoftmax.data.SMOKE_NAMES:
+                base = base.override({"data": gsoftmax.data.write_smoke(base.data, root)})
+            return gsoftmax.train.train(base, out, data_root=root, resume=resume, progress=_ticker())
     finally:
         _clear()
 
 
 def _evaluate(args: argparse.Namespace) -> None:
+    """Recompute the metrics of a run from its saved outputs.
+
+    example:
+      gsoftmax evaluate runs/lam2
+    """
     try:
         from safetensors.torch import load_file
     except ImportError:
@@ -414,102 +350,115 @@ def _evaluate(args: argparse.Namespace) -> None:
             "runs are read with safetensors, which is not installed: pip install 'gsoftmax[train]'"
         ) from None
 
-    from . import evaluation, runs
-    from .outputs import open_outputs
-
     run = Path(args.run_folder)
-    if runs.read_result(run) is None:
-        raise ValueError(f"{run} holds no finished run: config.json, metrics.jsonl and outputs.safetensors are needed")
-    open_outputs(run)  # refuses what is damaged
+    if gsoftmax.runs.read_result(run) is None:
+        raise ValueError(f"{run} is not a finished run: config.json, metrics.jsonl and outputs.safetensors are needed")
+    gsoftmax.outputs.open_outputs(run)  # rejects a damaged file
     outputs = load_file(run / "outputs.safetensors")
     if "p" not in outputs:
-        raise ValueError(f"{run / 'outputs.safetensors'} must hold x, p and y, got {', '.join(sorted(outputs))}")
-    x, p, y = (outputs[k] for k in "xpy")
-    for key, value in evaluation.score(x, p, y).items():
+        raise ValueError(f"{run / 'outputs.safetensors'} must contain x, p and y, got {', '.join(sorted(outputs))}")
+    for key, value in gsoftmax.evaluation.score(*(outputs[k] for k in "xpy")).items():
         print(f"{key:20}{value:.6g}")
 
 
 def _reproduce(args: argparse.Namespace) -> None:
-    from . import recipes, runs
+    """Run a table of the paper and print its numbers beside ours.
 
-    rows = [r for r in recipes.recipes().values() if r.table == args.table and r.published]
+    examples:
+      gsoftmax reproduce table1 --smoke                   # every row, two epochs on generated files
+      gsoftmax reproduce table3 --row 'coco-gsoftmax(0,1)' --data ~/data
+    """
+    published = [r for r in recipes.recipes().values() if r.published]
+    rows = [r for r in published if r.table == args.table]
     if not rows:
-        known = sorted({r.table for r in recipes.recipes().values() if r.published})
-        raise ValueError(f"unknown table {args.table!r}; tables are {', '.join(known)}")
-    if args.row:
-        rows = [r for r in rows if r.name == args.row]
-        if not rows:
-            raise ValueError(f"{args.table} has no row {args.row!r}; `gsoftmax recipes` lists them")
-    say = print if _speaks() else lambda *_: None
+        raise ValueError(f"unknown table {args.table!r}; tables are {', '.join(sorted({r.table for r in published}))}")
+    rows = [r for r in rows if args.row in (None, r.name)]
+    if not rows:
+        raise ValueError(f"{args.table} has no row {args.row!r}; `gsoftmax recipes` lists them")
+    say = print if _is_rank0() else lambda *_: None
     say(f"{'row':32}{'metric':12}{'published':>10}{'ours':>10}{'difference':>12}")
     for recipe in rows:
         out = Path(args.out) / ("smoke" if args.smoke else "") / recipe.name
-        result = runs.read_result(out)
+        result = gsoftmax.runs.read_result(out)
         if result is None:
-            resume = (out / "config.json").exists()
-            result = _run_recipe(recipe.name, args.changes, out, args.data, resume, args.smoke)
-        for metric, published in recipe.published.items():
-            if args.smoke:
-                say(f"{recipe.name:32}{metric:12}{published:10.2f}{'smoke ok':>10}{'no result':>12}")
-            else:
-                ours = 100 * result[metric]
-                say(f"{recipe.name:32}{metric:12}{published:10.2f}{ours:10.2f}{ours - published:+12.2f}")
+            result = _run_recipe(args, recipe.name, out, resume=(out / "config.json").exists())
+        for metric, number in recipe.published.items():
+            ours = 100 * result[metric]
+            found = f"{'smoke ok':>10}{'no result':>12}" if args.smoke else f"{ours:10.2f}{ours - number:+12.2f}"
+            say(f"{recipe.name:32}{metric:12}{number:10.2f}{found}")
 
 
 def _analyze(args: argparse.Namespace) -> None:
-    from . import report
+    """Measure the classes of any model from a file of its outputs: .npz, .safetensors or .csv with x and y.
 
-    doc = report.from_outputs(args.outputs, args.against)
-    _write_report(args, doc, f"{Path(args.outputs).stem}-report")
+    example:
+      gsoftmax analyze softmax.npz --against mine.npz      # two models on the same images
+    """
+    _write_report(args, gsoftmax.report.from_outputs(args.outputs, args.against), f"{Path(args.outputs).stem}-report")
 
 
 def _report(args: argparse.Namespace) -> None:
-    from . import report
+    """Write tables, figures and the page of run folders or of a comparison's folder.
 
+    examples:
+      gsoftmax report runs/digits --figures svg,pdf --class 7
+      gsoftmax report runs/softmax runs/lam2 --out both
+      gsoftmax report --paper runs/reproduce --tables tex
+    """
+    report = gsoftmax.report
     if args.paper and args.runs:
         raise ValueError(f"report takes run folders or --paper DIR, not both, got {args.runs[0]} and {args.paper}")
     if args.paper:
-        tables, paths = report.write_paper_tables(args.paper, args.out or "paper-tables", _words(args.tables))
-        print("\n\n".join(table.text() for table in tables), *paths, sep="\n")
+        made, paths = report.write_paper_tables(args.paper, args.out or "paper-tables", split_words(args.tables))
+        print("\n\n".join(table.text() for table in made), *paths, sep="\n")
     else:
         _write_report(args, report.from_runs(args.runs), args.runs[0] if len(args.runs) == 1 else "report")
 
 
 def _write_report(args: argparse.Namespace, doc: Any, out: str) -> None:
-    from . import report
-
-    print(report.terminal(doc), end="\n\n")
-    options = {"tables": _words(args.tables), "figures": _words(args.figures), "name": args.class_name}
-    print(*report.write(doc, args.out or out, **options), sep="\n")
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
+    print(gsoftmax.report.terminal(doc), end="\n\n")
+    options = {"tables": split_words(args.tables), "figures": split_words(args.figures), "name": args.class_name}
+    print(*gsoftmax.report.write(doc, args.out or out, **options), sep="\n")
 
 
 def _datasets(args: argparse.Namespace) -> None:
+    """List datasets: shapes, sources, the layout of the folder.
+
+    example:
+      gsoftmax datasets                                   # then: gsoftmax compare folder:photos
+    """
     for info in catalog.DATASETS:
-        print(info.name)
-        for part in (info.size, info.source, info.layout):
-            print(textwrap.indent(part, "    "))
+        print(info.name, *(textwrap.indent(part, "    ") for part in (info.size, info.source, info.layout)), sep="\n")
 
 
 def _recipes(args: argparse.Namespace) -> None:
-    from . import recipes
+    """List recipes with the published numbers.
 
+    example:
+      gsoftmax recipes                                    # then: gsoftmax train NAME --smoke
+    """
     for name, recipe in recipes.recipes().items():
-        numbers = ", ".join(f"{k} {v:g}" for k, v in recipe.published.items())
-        print(f"{recipe.table:8}{name:32}{numbers}")
-
-
-def _completion(args: argparse.Namespace) -> None:
-    from .completion import script
-
-    print(script(args.shell), end="")
+        print(f"{recipe.table:8}{name:32}{', '.join(f'{k} {v:g}' for k, v in recipe.published.items())}")
 
 
 def _heads(args: argparse.Namespace) -> None:
+    """List heads and their options.
+
+    example:
+      gsoftmax heads                                      # then: gsoftmax compare --heads 'softmax,gsoftmax(lam=2)'
+    """
     for head in catalog.heads():
         options = ", ".join(f"{name}={default}" for name, default in head.options.items())
         print(f"{head.name}\n    {head.summary}\n    {options}")
     print("package.module:ClassName\n    your own: an nn.Module with features(h), loss(h, target) and predict_proba(h)")
+
+
+def _completion(args: argparse.Namespace) -> None:
+    """Print a script that completes commands, options and names in a shell.
+
+    examples:
+      gsoftmax completion bash > ~/.local/share/bash-completion/completions/gsoftmax
+      gsoftmax completion zsh > ~/.zfunc/_gsoftmax         # a folder of $fpath, before compinit in ~/.zshrc
+      gsoftmax completion fish > ~/.config/fish/completions/gsoftmax.fish
+    """
+    print(completion.script(args.shell), end="")
