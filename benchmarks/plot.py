@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+
+from gsoftmax.report.figures import render, sheet
 
 from .common import RESULTS
 
+TITLE = "time over plain cross entropy, forward and backward"
 PLOT = RESULTS.parent / "docs" / "images" / "cost.svg"
 
 
@@ -21,28 +23,37 @@ def bars(folder: Path = RESULTS) -> list[tuple[str, str, float]]:
 
 
 def plot(path: Path = PLOT) -> None:
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
-    matplotlib.rcParams["svg.hashsalt"] = "gsoftmax"
-    found = bars()
-    colours = dict(zip(sorted({b[0] for b in found}), ("#4269d0", "#efb118", "#3ca951"), strict=True))
-    figure, axes = plt.subplots(figsize=(8, 0.36 * len(found) + 1.1))
-    drawn: dict[str, Any] = {}
-    for i, (group, _, ratio) in enumerate(found):
-        drawn[group] = axes.barh(i, ratio, color=colours[group])
-        axes.text(max(ratio + 0.02, 1.02 if ratio > 0.9 else 0), i, f"{ratio:.2f}", va="center", fontsize=9)
-    axes.set_yticks(range(len(found)), [size.replace(" x ", " × ") for _, size, _ in found], fontsize=9)
-    axes.invert_yaxis()
-    axes.axvline(1, color="black", linewidth=1)
-    axes.set(xlabel="time over plain cross entropy, forward and backward", xlim=(0, 1.15 * max(b[2] for b in found)))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(drawn.values(), drawn.keys(), frameon=False, loc="lower right", fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
+    rows = [
+        {"i": i, "group": group, "ratio": ratio, "text": f"{ratio:.2f}"} for i, (group, _, ratio) in enumerate(bars())
+    ]
+    sizes = [size.replace(" x ", " × ") for _, size, _ in bars()]
+    axis = {"labelExpr": "sizes[datum.value]", "labelLimit": 300, "ticks": False}
+    y = {"field": "i", "type": "ordinal", "title": None, "axis": axis}
+    x = {"field": "ratio", "type": "quantitative", "title": TITLE, "axis": {"tickCount": 8}}
+    colour = {
+        "field": "group",
+        "type": "nominal",
+        "title": None,
+        "sort": None,
+        "scale": {"range": ["#4269d0", "#efb118", "#3ca951"]},
+    }
+    beside = {"field": "ratio", "type": "quantitative"}  # the text, to the right of the bar and of the line at 1
+    spec = {
+        "data": {"values": rows},
+        "params": [{"name": "sizes", "value": sizes}],
+        "width": 520,
+        "height": {"step": 24},
+        "layer": [
+            {"mark": "bar", "encoding": {"y": y, "x": x, "color": colour}},
+            {"mark": "rule", "encoding": {"x": {"datum": 1}}},
+            {
+                "transform": [{"calculate": "datum.ratio > 0.9 ? max(1, datum.ratio) : datum.ratio", "as": "ratio"}],
+                "mark": {"type": "text", "align": "left", "dx": 4, "fontSize": 12},
+                "encoding": {"y": y, "x": beside, "text": {"field": "text"}},
+            },
+        ],
+    }
+    path.write_bytes(render(sheet(spec)))
 
 
 if __name__ == "__main__":

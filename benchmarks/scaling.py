@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gsoftmax.report.figures import render, sheet
+
 from .common import provenance
 
 ROOT = Path(__file__).parent.parent
@@ -159,33 +161,36 @@ def measure(rounds: int = 5) -> dict[str, Any]:
 
 def plot(path: Path = PLOT, rows: int = 128, features: int = 512) -> None:
     """Milliseconds of a step of the head against the number of GPUs."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
-    matplotlib.rcParams["svg.hashsalt"] = "gsoftmax"
     machine, counts = Machine(), [2**k for k in range(11)]
-    figure, axes = plt.subplots(figsize=(8, 4.5))
-    for classes, colour in ((1e5, "#4269d0"), (1e6, "#3ca951"), (1e7, "#efb118"), (1e8, "#ff725c")):
-        label = f"{classes:,.0f} classes"
-        for step, style in ((step_of_shards, "-"), (step_of_copies, "--")):
-            times = [1e3 * step(k, classes, rows, features, machine) for k in counts]
-            shown = [(k, t) for k, t in zip(counts, times, strict=True) if t < float("inf")]
-            if shown:
-                axes.plot(*zip(*shown, strict=True), style, color=colour, label=label if style == "-" else None)
-    axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="milliseconds of a step of the head")
-    axes.set_xticks(counts, [str(k) for k in counts])
-    axes.set_title(
-        f"{rows} rows a GPU, {features} features, bfloat16: classes in shards (solid), a whole head each (dashed)"
-    )
-    axes.title.set_fontsize(9)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    figure.tight_layout()
+    kinds = {"classes in shards": step_of_shards, "a whole head each": step_of_copies}
+    found = [
+        {
+            "gpus": k,
+            "ms": 1e3 * step(k, classes, rows, features, machine),
+            "classes": f"{classes:,.0f} classes",
+            "kind": kind,
+        }
+        for classes in (1e5, 1e6, 1e7, 1e8)
+        for kind, step in kinds.items()
+        for k in counts
+    ]
+    log = {"type": "log", "nice": False}
+    paint = {"range": ["#4269d0", "#3ca951", "#efb118", "#ff725c"]}
+    dash = {"domain": list(kinds), "range": [[1, 0], [5, 4]]}
+    spec = {
+        "data": {"values": [row for row in found if row["ms"] < float("inf")]},
+        "width": 560,
+        "height": 340,
+        "mark": {"type": "line", "strokeWidth": 2},
+        "encoding": {
+            "x": {"field": "gpus", "type": "quantitative", "title": "GPUs", "scale": log, "axis": {"values": counts}},
+            "y": {"field": "ms", "type": "quantitative", "title": "milliseconds of a step of the head", "scale": log},
+            "color": {"field": "classes", "type": "nominal", "title": None, "sort": None, "scale": paint},
+            "strokeDash": {"field": "kind", "type": "nominal", "title": None, "scale": dash},
+        },
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
+    path.write_bytes(render(sheet(spec, f"{rows} rows a GPU, {features} features, bfloat16")))
 
 
 SIZES = [(256, 128, 10_000), (256, 128, 100_000)]

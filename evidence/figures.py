@@ -1,28 +1,25 @@
 """Figures from the rows, a map of λ × σ and a forest of differences in error: `python -m evidence.tables` writes them.
 
-The numbers that are drawn stand in the file's description: two files with the same ones show the same, whatever version
-of Matplotlib drew them.
+The numbers that are drawn are in the file's description: two files can be compared whatever version of Vega drew them.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from xml.etree import ElementTree
+from xml.sax.saxutils import escape
 
 from gsoftmax import measures
 from gsoftmax.report.colours import BLUE, GREEN, GREY, ORANGE, VERMILLION
+from gsoftmax.report.figures import render, sheet
 
 from .run import ROWS
 from .tables import ROOT, Difference, Found, _decimals, _span, differences, done, metrics_of, read
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 IMAGES = ROOT / "docs" / "images"
 MAP, FOREST = IMAGES / "evidence-map.svg", IMAGES / "evidence-forest.svg"
@@ -30,6 +27,7 @@ MAPPED = ("error", "compactness", "separability", "ece")
 SETTING = re.compile(r"λ=([\d.]+) \((-?[\d.]+), ([\d.]+)\)")  # λ (μ, σ)
 
 Cell = tuple[float, float]  # λ, σ
+Spec = dict[str, Any]
 
 
 def map_cells(found: Found) -> dict[str, dict[Cell, Difference | None]]:
@@ -50,46 +48,52 @@ def map_cells(found: Found) -> dict[str, dict[Cell, Difference | None]]:
 
 
 def draw_map(cells: Mapping[str, Mapping[Cell, Difference | None]]) -> str:
-    from matplotlib.colors import LinearSegmentedColormap
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
-
-    better = LinearSegmentedColormap.from_list("better", [VERMILLION, "#ffffff", BLUE])
-    lams, sigmas = (sorted({cell[i] for of in cells.values() for cell in of}) for i in (0, 1))
-    figure = Figure(figsize=(3 + 1.9 * len(sigmas), 2.2 + 0.8 * len(lams)))
-    for axes, (metric, of) in zip(figure.subplots(2, 2).flat, cells.items(), strict=True):
+    """Two by two panels, one for each metric: λ against the first σ."""
+    panels = []
+    for metric, of in cells.items():
         limit = max([abs(d.test.difference) for d in of.values() if d is not None], default=0) or 1.0
-        for (lam, sigma), d in of.items():
-            row, column = lams.index(lam), sigmas.index(sigma)
-            colour = (0.87, 0.87, 0.87, 1.0)
-            if d is not None:
-                good = d.test.difference / limit * (-1 if measures.find(metric).smaller_is_better else 1)
-                colour = better((good + 1) / 2)
-            axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor=colour, edgecolor="white"))
-            bright = 0.3 * colour[0] + 0.59 * colour[1] + 0.11 * colour[2] > 0.5
-            axes.text(
-                column,
-                row,
-                "diverged" if d is None else _short(d.test.difference, limit),
-                ha="center",
-                va="center",
-                fontsize=9,
-                color="black" if bright else "white",
-                fontweight="bold" if d is not None and d.p < 0.05 else "normal",
-            )
-        axes.set_xticks(range(len(sigmas)), [f"{v:g}" for v in sigmas])
-        axes.set_yticks(range(len(lams)), [f"{v:g}" for v in lams])
-        axes.set(xlim=(-0.5, len(sigmas) - 0.5), ylim=(-0.5, len(lams) - 0.5), xlabel="first σ")
-        axes.set_ylabel("λ", rotation=0, labelpad=8)
-        axes.set_title(measures.find(metric).title, fontsize=11)
-        axes.tick_params(length=0)
-        axes.spines[:].set_visible(False)
-    figure.suptitle(
-        "Difference from softmax: blue is better, orange is worse, bold is p < 0.05 after Holm's correction", fontsize=9
-    )
-    figure.tight_layout()
+        sign = -1 if measures.find(metric).smaller_is_better else 1
+        rows = [
+            {
+                "lam": lam,
+                "sigma": sigma,
+                "good": None if d is None else sign * d.test.difference / limit,
+                "text": "diverged" if d is None else _short(d.test.difference, limit),
+                "sure": d is not None and bool(d.p < 0.05),
+            }
+            for (lam, sigma), d in of.items()
+        ]
+        paint = {"domain": [-1, 0, 1], "range": [VERMILLION, "#ffffff", BLUE], "interpolate": "rgb"}
+        missing = {"test": "datum.good === null", "value": "#dedede"}
+        good = {"field": "good", "type": "quantitative", "scale": paint, "legend": None, "condition": missing}
+        dark = {"test": "abs(datum.good) > 0.8", "value": "white"}
+        bold = {"type": "text", "fontSize": 12, "fontWeight": {"expr": "datum.sure ? 'bold' : 'normal'"}}
+        panels.append(
+            {
+                "title": measures.find(metric).title,
+                "data": {"values": rows},
+                "width": {"step": 92},
+                "height": {"step": 34},
+                "encoding": {
+                    "x": _ordinal("sigma", "first σ", labelAngle=0),
+                    "y": _ordinal("lam", "λ", titleAngle=0) | {"sort": "descending"},
+                },
+                "layer": [
+                    {"mark": {"type": "rect", "stroke": "white"}, "encoding": {"color": good}},
+                    {
+                        "mark": bold,
+                        "encoding": {
+                            "text": {"field": "text"},
+                            "color": {"condition": dark, "value": "black"},
+                        },
+                    },
+                ],
+            }
+        )
+    title = "Difference from softmax: blue is better, orange is worse, bold is p < 0.05 after Holm's correction"
     drawn = [[m, *cell, _numbers(d)] for m, of in cells.items() for cell, d in of.items()]
-    return _svg(figure, drawn)
+    independent = {"scale": {"color": "independent"}}
+    return _svg({"concat": panels, "columns": 2, "resolve": independent}, title, drawn)
 
 
 def forest_rows(found: Found) -> dict[str, list[Difference]]:
@@ -104,34 +108,55 @@ def forest_rows(found: Found) -> dict[str, list[Difference]]:
 
 def draw_forest(found: Mapping[str, Sequence[Difference]]) -> str:
     """A panel for each study with a scale of its own: differences are large where data are few."""
-    from matplotlib.figure import Figure
-
-    heights = [0.27 * len(of) + 0.75 for of in found.values()]
-    figure = Figure(figsize=(9, sum(heights) + 0.5))
-    panels = figure.subplots(len(found), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
-    for axes, (name, of) in zip(panels, found.items(), strict=True):
-        _panel(axes, name, of)
-    panels[-1].set_xlabel("difference in error, points: left of the line is better; filled is p < 0.05 (Holm)")
-    figure.tight_layout()
+    panels = [_panel(name, of) for name, of in found.items()]
+    title = "Difference in error, points: left of the line is better; filled is p < 0.05 (Holm)"
     drawn = [[name, d.setting, _numbers(d)] for name, of in found.items() for d in of]
-    return _svg(figure, drawn)
+    return _svg({"vconcat": panels, "spacing": 14}, title, drawn)
 
 
-def _panel(axes: Axes, name: str, of: Sequence[Difference]) -> None:
-    for i, d in enumerate(of):
-        colour, sure = _colour(d.setting), d.p < 0.05
-        if not math.isnan(d.test.low):
-            axes.plot([d.test.low, d.test.high], [i, i], color=colour, linewidth=1.6, solid_capstyle="butt")
-        axes.plot(d.test.difference, i, "o", color=colour, markersize=6, markerfacecolor=colour if sure else "white")
-        text = f"{_span(d.test)}  n = {d.test.n}"
-        axes.text(1.01, i, text, transform=axes.get_yaxis_transform(), va="center", fontsize=8)
-    axes.axvline(0, color="black", linewidth=1)
-    axes.set_yticks(range(len(of)), [d.setting for d in of], fontsize=8)
-    axes.set_ylim(len(of) - 0.4, -0.6)
-    axes.set_title(name, loc="left", fontsize=10, fontweight="bold")
-    axes.tick_params(axis="x", labelsize=8)
-    axes.tick_params(axis="y", length=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
+def _panel(name: str, of: Sequence[Difference]) -> Spec:
+    rows = [
+        {
+            "setting": d.setting,
+            "difference": d.test.difference,
+            "low": None if math.isnan(d.test.low) else d.test.low,
+            "high": None if math.isnan(d.test.high) else d.test.high,
+            "text": f"{_span(d.test)}  n = {d.test.n}",
+            "colour": _colour(d.setting),
+            "fill": _colour(d.setting) if d.p < 0.05 else "white",
+        }
+        for d in of
+    ]
+    colour = {"field": "colour", "type": "nominal", "scale": None}
+    x = {"field": "difference", "type": "quantitative", "title": None}
+    y = _ordinal("setting", None, labelLimit=300) | {"sort": None}
+    return {
+        "title": {"text": name, "anchor": "start", "frame": "group", "fontWeight": "bold"},
+        "data": {"values": rows},
+        "width": 430,
+        "height": {"step": 20},
+        "layer": [
+            {"mark": "rule", "encoding": {"x": {"datum": 0}}},
+            {
+                "transform": [{"filter": "isValid(datum.low)"}],
+                "mark": {"type": "rule", "strokeWidth": 2},
+                "encoding": {"y": y, "x": {**x, "field": "low"}, "x2": {"field": "high"}, "color": colour},
+            },
+            {
+                "mark": {"type": "point", "size": 60, "opacity": 1},
+                "encoding": {"y": y, "x": x, "color": colour, "fill": {**colour, "field": "fill"}},
+            },
+            {
+                "mark": {"type": "text", "align": "left", "fontSize": 11},
+                "encoding": {"y": y, "x": {"value": 440}, "text": {"field": "text"}},
+            },
+        ],
+    }
+
+
+def _ordinal(field: str, title: str | None, **axis: Any) -> Spec:
+    style = {"grid": False, "ticks": False, "domain": False, **axis}
+    return {"field": field, "type": "ordinal", "title": title, "axis": style}
 
 
 def _colour(setting: str) -> str:
@@ -157,19 +182,14 @@ def _numbers(d: Difference | None) -> list[Any] | None:
     return [*(f"{v:.5g}" for v in (d.test.difference, d.test.low, d.test.high)), d.test.n, bool(d.p < 0.05)]
 
 
-def _svg(figure: Figure, drawn: list[Any]) -> str:
-    import matplotlib
-
-    file = io.StringIO()
-    described = {"Date": None, "Description": json.dumps(drawn, ensure_ascii=False)}
-    with matplotlib.rc_context({"svg.hashsalt": "gsoftmax"}):
-        figure.savefig(file, format="svg", metadata=described)
-    return file.getvalue()
+def _svg(spec: Spec, title: str, drawn: list[Any]) -> str:
+    described = escape(json.dumps(drawn, ensure_ascii=False))
+    return render(sheet(spec, title)).decode().replace(">", f"><desc>{described}</desc>", 1)
 
 
 def content(svg: str) -> list[str]:
-    """What a file says: the numbers of its description, and its words, which stand beside their outlines."""
-    return [*re.findall(r"<dc:description>(.*?)</dc:description>", svg, re.DOTALL), *re.findall(r"<!-- (.*?) -->", svg)]
+    """What a file says: its description, which has the numbers, and its words."""
+    return [e.text or "" for e in ElementTree.fromstring(svg).iter() if e.tag.endswith(("}desc", "}text"))]
 
 
 def drawn(folder: Path = ROWS) -> dict[Path, str]:

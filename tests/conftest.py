@@ -17,7 +17,6 @@ from hypothesis import HealthCheck, settings
 # a folder of datasets, a place among processes (as schedulers of clusters set it), colours, the terminal's width
 for name in ("GSOFTMAX_DATA", "RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "FORCE_COLOR", "COLUMNS"):
     os.environ.pop(name, None)
-os.environ["MATPLOTLIBRC"] = os.devnull
 
 # Workers of pytest-xdist share the cores: threads without a core of their own keep the others waiting.  Processes that
 # tests start do as their worker does.

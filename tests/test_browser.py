@@ -137,8 +137,20 @@ def test_the_numbers_follow_class_head_seed_and_split(visit):
     )
 
 
-def rows(tab, view):
-    return tab.evaluate("name => views[name].data('rows')", view)
+ROWS = """([name, kind]) => {
+    const found = [];
+    const visit = (mark) => mark.items.forEach((item) => {
+        if (mark.role === "mark" && mark.marktype === kind) found.push(item.datum);
+        (item.items ?? []).forEach(visit);
+    });
+    visit(views[name].scenegraph().root);
+    return found;
+}"""
+
+
+def rows(tab, view, kind="symbol"):
+    """The rows behind the marks of a figure."""
+    return tab.evaluate(ROWS, [view, kind])
 
 
 def test_figures_draw_what_is_chosen(visit):
@@ -148,7 +160,7 @@ def test_figures_draw_what_is_chosen(visit):
     o = fake_outputs("lsoftmax", 2)
     x, p, y = (o[k].double().numpy() for k in "xpy")
     points = rows(tab, "scatter-lsoftmax")
-    assert {r["own"] for r in points} == {True, False}
+    assert {r["own"] for r in points} == {0, 1}
     for r in points[::7]:
         j = NAMES.index(r["output"])
         i = np.abs(x[:, j] - r["x"]).argmin()
@@ -158,7 +170,7 @@ def test_figures_draw_what_is_chosen(visit):
     assert marks.count() == len(points)
     # bars, as hovering tells them
     tab.select_option("#measure", "separability")
-    bars = rows(tab, "bars")
+    bars = rows(tab, "bars", "rect")
     assert [r["value"] for r in bars if r["class"] == "plain"] == pytest.approx(
         [expected(h, 2, 2)[3] for h in HEADS], rel=1e-9
     )
@@ -171,7 +183,7 @@ def test_figures_draw_what_is_chosen(visit):
     # one head only
     tab.select_option("#head", "gsoftmax")
     assert tab.locator(".panel[data-head=softmax]").is_hidden() and bar.count() == 5
-    curve = [r for r in rows(tab, "gaussians") if r["side"] == "own output"]
+    curve = [r for r in rows(tab, "gaussians", "line") if r["side"] == "own output"]
     mean, sigma = expected("gsoftmax", 2, 2)[:2]
     np.testing.assert_allclose([r["density"] for r in curve], norm.pdf([r["x"] for r in curve], mean, sigma), rtol=1e-9)
     assert {r["head"] for r in rows(tab, "calibration")} == {"gsoftmax"}
@@ -187,10 +199,12 @@ def test_figures_draw_what_is_chosen(visit):
 def test_seeds_and_curves_follow_their_controls(visit):
     tab = visit("compare")
     tab.select_option("#metric", "ratio")
-    each = [r["value"] for r in rows(tab, "seeds") if r["head"] == "gsoftmax" and not r["mean"]]
+    each = [r["value"] for r in rows(tab, "seeds") if r["head"] == "gsoftmax" and "low" not in r]
     ratios = [np.mean([expected("gsoftmax", s, c)[4] for c in range(5)]) for s in range(3)]
     assert each == pytest.approx(ratios, rel=1e-9)
-    assert next(r for r in rows(tab, "differences") if r["head"] == "gsoftmax" and r["mean"])["value"] == pytest.approx(
+    assert next(r for r in rows(tab, "differences") if r["head"] == "gsoftmax" and "low" in r)[
+        "value"
+    ] == pytest.approx(
         np.mean(ratios) - np.mean([expected("softmax", s, c)[4] for c in range(5) for s in range(3)]), rel=1e-9
     )
     tab.select_option("#curve", "lr")

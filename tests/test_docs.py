@@ -108,7 +108,8 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     # The graph is captured whole as for any back end; generating code for it takes minutes and is PyTorch's own affair.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     # One figure stands for all of them, which tests/test_report.py draws.
-    monkeypatch.setattr(figures, "figures", lambda doc, c=0: {"gaussians": figures.gaussians(doc, c)})
+    drawn = figures.figures
+    monkeypatch.setattr(figures, "figures", lambda doc, c=0: {"gaussians": drawn(doc, c=c)["gaussians"]})
     threads, names = torch.get_num_threads(), {"__name__": "page"}
     try:
         torch.set_num_threads(1)  # a second one waits where the machine is busy

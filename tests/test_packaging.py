@@ -224,9 +224,8 @@ LIBRARIES = {
     "torchvision": ("train", lambda folder: backbones.create("resnet101", input_shape=(3, 64, 64))),
     "timm": ("train", lambda folder: backbones.create("timm:resnet18", input_shape=(3, 64, 64))),
     "safetensors": ("train", lambda folder: train.train(table_config(folder), folder / "run")),
-    "matplotlib": ("report", lambda folder: report.write(document(folder), folder / "report", figures=["svg"])),
     "jinja2": ("report", lambda folder: report.write(document(folder), folder / "report", figures=[])),
-    "vl_convert": ("report", lambda folder: report.write(document(folder), folder / "report", figures=[])),
+    "vl_convert": ("report", lambda folder: report.write(document(folder), folder / "report", figures=["svg"])),
 }
 
 
@@ -313,7 +312,7 @@ def empty_environment(folder: Path, wheel: Path) -> Path:
                 (site / top).symlink_to(Path(distribution.locate_file(top)))
     pip = (sys.executable, "-m", "pip", "--python", programs / "python", "--disable-pip-version-check")
     check(run(*pip, "install", "--no-deps", "--no-index", wheel))
-    for missing in ("yaml", "safetensors", "sklearn", "matplotlib", "vl_convert", "torchvision", "PIL"):
+    for missing in ("yaml", "safetensors", "sklearn", "vl_convert", "torchvision", "PIL"):
         assert run(programs / "python", "-c", f"import {missing}", cwd=folder).returncode == 1, missing
     return programs
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
+import vl_convert
 from safetensors.torch import load_file, save_file
 from scipy.special import expit, softmax
 
@@ -348,46 +349,78 @@ def test_the_papers_tables_beside_our_runs(tmp_path):
 # ----------------------------------------------------------------------------------------------------------- figures
 
 
+def marks(spec, kind):
+    """The items of every mark of a kind, mark by mark, as Vega places them."""
+    found = []
+
+    def visit(mark):
+        if mark.get("role") == "mark" and mark["marktype"] == kind:
+            found.append(mark["items"])
+        for item in mark["items"]:
+            for inner in item.get("items", []):
+                visit(inner)
+
+    visit(vl_convert.vegalite_to_scenegraph(spec)["scenegraph"])
+    return found
+
+
+def affine(values, pixels):
+    """Whether pixels are a scale's image of the values."""
+    fit = np.polyfit(values, pixels, 1)
+    return np.abs(np.polyval(fit, values) - pixels).max() < 1e-6
+
+
 @pytest.mark.parametrize("kind", ["single", "several"])
-def test_figures_are_drawn_in_every_format(kind, request, tmp_path, monkeypatch):
+def test_figures_show_the_document(kind, request):
     doc = embedded(request.getfixturevalue(kind))
     drawn = figures.figures(doc, c=1)
     expected = {"x-against-p", "gaussians", "learned", "averages", "curves", "seeds", "calibration"}
     assert set(drawn) == expected | {"classes-test", "classes-train"}
-    paint = colours(doc["heads"])
-    bars = drawn["averages"].axes[0].patches
-    assert [_hex(b.get_facecolor()) for b in bars] == list(paint.values())
-    assert [b.get_height() for b in bars] == [doc["metrics"]["compactness"][h]["mean"] for h in doc["heads"]]
-    lines = {line.get_label(): _hex(line.get_color()) for line in drawn["calibration"].axes[0].lines[1:]}
-    assert lines == paint
-    monkeypatch.setattr(figures, "figures", lambda doc, c=0: {k: drawn[k] for k in ("gaussians", "x-against-p")})
-    paths = figures.write(doc, tmp_path, ["svg", "pdf", "png"], names=["x-against-p"])
-    assert {p.name for p in paths} == {f"x-against-p.{kind}" for kind in ("svg", "pdf", "png")}
-    text = "".join(ET.parse(tmp_path / "x-against-p.svg").getroot().itertext())
-    assert f"class {NAMES[1]}" in text  # as text of the SVG, which is XML and was parsed
-
-
-def test_a_figure_is_the_same_every_time_and_shows_any_name(single, tmp_path, monkeypatch):
-    monkeypatch.setattr(figures, "figures", lambda doc, c=0: {"x-against-p": figures.scatter(doc, c)})
-    first, again = (figures.write(embedded(single), tmp_path / place, ["svg"], c=4)[0] for place in ("a", "b"))
-    assert again.read_bytes() == first.read_bytes()
-    assert f"class {NAMES[4]}" in "".join(ET.parse(first).getroot().itertext())
+    paint = [c.lower() for c in colours(doc["heads"]).values()]
+    bars = marks(drawn["averages"], "rect")[0]  # compactness
+    assert [b["fill"].lower() for b in bars] == paint
+    assert affine(
+        [0, *(doc["metrics"]["compactness"][h]["mean"] for h in doc["heads"])], [0, *(b["height"] for b in bars)]
+    )
+    lines = [items[0]["stroke"].lower() for items in marks(drawn["calibration"], "line")]
+    assert lines[1:] == paint  # the first is the diagonal
+    run = doc["points"][0]
+    points = [i for i, c in enumerate(run["c"]) if c == 1]
+    shown = marks(drawn["x-against-p"], "symbol")[0]
+    assert affine(sorted(run["x"][i] for i in points), sorted(s["x"] for s in shown))
+    assert affine(sorted(run["p"][i] for i in points), sorted((s["y"] for s in shown), reverse=True))
+    bars = marks(drawn["classes-train"], "rect")[2]
+    train = [g for g in doc["geometry"] if g["split"] == "train"]
+    ratio = [np.mean([g["ratio"][c] for g in train if g["head"] == h]) for h in doc["heads"] for c in range(5)]
+    assert affine([0, *sorted(ratio)], [0, *sorted(b["width"] for b in bars)])
 
 
 def test_gaussians_drawn_are_the_numbers(single):
     doc = embedded(single)
-    axis = figures.gaussians(doc, 2).axes[0]
-    solid = [line for line in axis.lines if line.get_linestyle() == "-"]
-    for head, line in zip(HEADS, solid, strict=True):
-        g = next(g for g in doc["geometry"] if g["head"] == head and g["split"] == "test")
-        x, y = line.get_data()
-        np.testing.assert_allclose(y, scipy.stats.norm.pdf(x, *g["own"][2]), rtol=1e-9, atol=1e-300)
+    lines = marks(figures.figures(doc, c=2)["gaussians"], "line")
+    first = [next(g for g in doc["geometry"] if g["head"] == h and g["split"] == "test") for h in HEADS]
+    pairs = [g[side][2] for g in first for side in ("other", "own")]
+    x = np.array([m + s * np.linspace(-4, 4, 161) for m, s in pairs])
+    y = np.array([scipy.stats.norm.pdf(row, *pair) for row, pair in zip(x, pairs, strict=True)])
+    order = [next(k for k, line in enumerate(lines) if np.isclose(line[80]["x"], at)) for at in peaks(lines, x)]
+    assert affine(x.ravel(), np.array([[i["x"] for i in lines[k]] for k in order]).ravel())
+    assert affine(y.ravel(), np.array([[i["y"] for i in lines[k]] for k in order]).ravel())
 
 
-def _hex(colour):
-    from matplotlib.colors import to_hex
+def peaks(lines, x):
+    """Where the means of the curves are, in pixels, in the order of x: scales keep the order."""
+    pixels = sorted(line[80]["x"] for line in lines)
+    return [pixels[k] for k in np.argsort(np.argsort(x[:, 80]))]
 
-    return to_hex(colour).upper()
+
+@pytest.mark.parametrize("kind, begins", [("svg", b"<svg"), ("png", b"\x89PNG"), ("pdf", b"%PDF")])
+def test_a_figure_is_the_same_every_time_and_shows_any_name(single, tmp_path, kind, begins):
+    for c in (1, 4):
+        a, b = (figures.write(embedded(single), tmp_path / place, [kind], c=c, names=["x-against-p"]) for place in "ab")
+        assert [p.name for p in a] == [f"x-against-p.{kind}"] and a[0].read_bytes().startswith(begins)
+        assert a[0].read_bytes() == b[0].read_bytes()
+        if kind == "svg":  # which is XML and is parsed
+            assert f"class {NAMES[c]}" in "".join(ET.parse(a[0]).getroot().itertext())
 
 
 def test_a_head_has_one_colour():

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
-from pathlib import Path
 
 import pytest
 
 from benchmarks import plot, scaling
+from evidence.figures import content
 
 ROWS = json.loads(scaling.RESULTS.read_text("utf-8"))["rows"]
 
@@ -40,7 +39,7 @@ def test_the_model_grows_with_what_it_should(tmp_path):
     assert machine.operations == pytest.approx(6 * 4096 * 512 * 1e6 / (row["ours ms"] / 1e3), rel=0.01)
     assert machine.memory == pytest.approx(measured["copy bytes per second"], rel=0.01)
     scaling.plot(tmp_path / "plot.svg")
-    words = [re.findall(r"<!-- (.*?) -->", p.read_text("utf-8")) for p in (tmp_path / "plot.svg", Path(scaling.PLOT))]
+    words = [content(path.read_text("utf-8")) for path in (tmp_path / "plot.svg", scaling.PLOT)]
     assert words[0] == words[1] and "100,000,000 classes" in words[0], "python -m benchmarks.scaling --plot"
 
 
@@ -50,5 +49,5 @@ def test_the_readme_shows_what_was_measured(tmp_path):
     for _, size, ratio in plot.bars():
         assert f"{ratio:.2f}" in table, size
     plot.plot(tmp_path / "plot.svg")
-    words = [re.findall(r"<!-- (.*?) -->", p.read_text("utf-8")) for p in (tmp_path / "plot.svg", plot.PLOT)]
+    words = [content(path.read_text("utf-8")) for path in (tmp_path / "plot.svg", plot.PLOT)]
     assert words[0] == words[1] and "0.92" in words[0], "python -m benchmarks.plot"

@@ -69,7 +69,7 @@ def write(
             raise ValueError(f"class {name!r} is not among the {len(doc['classes'])} classes: {some} ...")
         chosen = doc["classes"].index(name)
     if figures:
-        figure_room._matplotlib()  # said before anything is written
+        figure_room.vl_convert()  # fail before anything is written
     made = of_document(doc)
     paths = [page.write(doc, out)]
     if tables:

@@ -22,6 +22,7 @@ from ..tables import Shown, Table
 from . import specs, tables
 from .colours import colours
 from .data import Document
+from .figures import curve_title, vl_convert
 
 # What the page holds for each class, head, seed and split is about 300 bytes.
 _MOST_ROWS = 5_000
@@ -65,11 +66,17 @@ def render(doc: Document) -> str:
             "rest": [_shorter(table) for table in rest if table is not None and table.rows],
         },
         name_of=lambda key: measures.find(key).title,
+        curve_title=curve_title,
         sure=_sure,
         has_learned=any("learned" in g for g in doc["geometry"]),
         curve_keys=list(dict.fromkeys(k for c in doc["curves"] for k in c if k not in ("head", "seed", "epoch"))),
         data_json=small,
-        specs_json={"figures": specs.specs(paint), "playground": specs.playground(), "colours": paint},
+        specs_json={
+            "figures": specs.for_page(doc["heads"]),
+            "parameters": specs.parameters(small),
+            "shown": specs.SHOWN,
+            "playground": specs.playground(),
+        },
         report_js=_file("report.js"),
     )
 
@@ -174,13 +181,7 @@ def script_json(value: Any) -> str:
 @functools.cache
 def vega() -> str:
     """Vega, Vega-Lite and Vega-Embed as one script."""
-    try:
-        import vl_convert
-    except ImportError:
-        raise ValueError(
-            "a page needs vl-convert-python, which is not installed: pip install 'gsoftmax[report]'"
-        ) from None
-    bundle: str = vl_convert.javascript_bundle()  # type: ignore[call-arg]
+    bundle: str = vl_convert().javascript_bundle()
     return bundle.replace("</script", "<\\/script")
 
 
