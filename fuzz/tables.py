@@ -36,14 +36,14 @@ def one_input(raw: bytes) -> None:
     which, raw = raw[0] % 4, raw[1:]
     try:
         if which == 0:
-            table = tables._parse_arff(io.StringIO(raw.decode("utf-8", "replace")), "x.arff")
-            tables._columns(table, tables.label_columns(table, FOLDER / "x.arff", None), FOLDER / "x.arff")
+            table = tables.parse_arff(io.StringIO(raw.decode("utf-8", "replace")), "x.arff")
+            tables.columns(table, tables.label_columns(table, FOLDER / "x.arff", None), FOLDER / "x.arff")
         elif which == 1:
             (FOLDER / "x.json").write_bytes(raw)
             coco._read_instances(FOLDER / "x.json")
         elif which == 2:
             (FOLDER / "x.xml").write_bytes(raw)
-            tables._xml_labels(FOLDER / "x.xml")
+            tables.xml_labels(FOLDER / "x.xml")
         else:
             names, _, labels = raw.partition(b"\0")
             (FOLDER / "nus_wide_test_imglist.txt").write_bytes(names)

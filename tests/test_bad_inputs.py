@@ -26,6 +26,7 @@ import torch
 from gsoftmax import build, cli, compare, data, recipes
 from gsoftmax.config import Config
 from gsoftmax.data import smoke
+from tests.writers import write_cifar_archive
 
 Snapshot = dict[str, bytes | None]
 
@@ -401,7 +402,7 @@ def room(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("room")
     for name in data.SMOKE_NAMES:
         data.write_smoke(name, root)
-    data.write_smoke("cifar10", root / "tar", archive=True)
+    write_cifar_archive(root / "tar")
     return root
 
 

@@ -213,7 +213,7 @@ def test_colour_against_torchvision():
     x = torch.rand(6, 3, 8, 8) * 100 + 60  # stays within 0 ... 255, where torchvision would clip
     factors = 1 + 0.2 * (2 * torch.rand(6, 3) - 1)
     orders = torch.tensor(list(itertools.permutations(range(3))))
-    out = augment.colour(x, factors, orders, None)
+    out = augment.color(x, factors, orders, None)
     steps = (V.adjust_brightness, V.adjust_contrast, V.adjust_saturation)
     for i in range(6):
         image = x[i] / 255
@@ -225,13 +225,13 @@ def test_colour_against_torchvision():
 def test_lighting_moves_all_pixels_alike_along_the_principal_colours():
     x = torch.rand(3, 3, 4, 4) * 255
     alpha = torch.tensor([[1.0, 0, 0], [0, 1.0, 0], [0.1, -0.2, 0.3]])
-    moved = augment.colour(x, None, None, alpha) - x
+    moved = augment.color(x, None, None, alpha) - x
     torch.testing.assert_close(moved, moved[:, :, :1, :1].expand_as(moved), atol=1e-3, rtol=0)
     axes = torch.tensor(augment._EIGENVECTORS)
     torch.testing.assert_close(axes.T @ axes, torch.eye(3), atol=2e-3, rtol=0)  # an orthonormal basis
     torch.testing.assert_close(moved[0, :, 0, 0] / 255, 0.2175 * axes[:, 0], atol=1e-5, rtol=0)
     with pytest.raises(ValueError, match="augment lighting needs images with 3 channels, got 1"):
-        augment.colour(x[:, :1], None, None, alpha)
+        augment.color(x[:, :1], None, None, alpha)
 
 
 def test_crop_and_resize_against_slicing():
@@ -373,7 +373,7 @@ def test_every_head_sees_the_same_batches_whatever_it_draws(cifar):
 
 
 def test_smoke_pattern_depends_on_class_and_seed():
-    a, b = smoke.pattern(1, 10, (8, 8), 0), smoke.pattern(1, 10, (8, 8), 1)
+    a, b = smoke.image([1], 10, 0, size=(8, 8)), smoke.image([1], 10, 1, size=(8, 8))
     assert a.shape == (8, 8, 3) and not np.array_equal(a, b)
     assert np.abs(a.mean((0, 1)) - b.mean((0, 1))).max() < 30  # the same hue
 

@@ -176,7 +176,7 @@ def datasets(kind: str) -> tuple[bytes, Callable[[Path], object]]:
             return raw + b"\n", lambda path: data.load(f"arff:{path}?test=0.5")
         if kind == "xml":
             text = '<labels xmlns="http://x"><label name="a"><label name="b"/></label></labels>'
-            return text.encode(), tables._xml_labels
+            return text.encode(), tables.xml_labels
         if kind == "coco":
             content = {
                 "info": {"year": 2014},

@@ -26,4 +26,4 @@ def unknown(kind: str, word: str, choices: Iterable[str]) -> str:
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type where it has no message."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

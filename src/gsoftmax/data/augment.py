@@ -172,7 +172,7 @@ def crop_and_resize(x: Tensor, box: Tensor, size: tuple[int, int]) -> Tensor:
     return F.grid_sample(x, grid, mode="bilinear", padding_mode="border", align_corners=False)
 
 
-def colour(x: Tensor, factors: Tensor | None, order: Tensor | None, lighting: Tensor | None) -> Tensor:
+def color(x: Tensor, factors: Tensor | None, order: Tensor | None, lighting: Tensor | None) -> Tensor:
     """Brightness, contrast and saturation in each example's own order, then the shift along the principal colours.
 
     Each of the three is a blend f·x + (1 - f)·reference; the reference is 0, the mean grey, or the grey image.

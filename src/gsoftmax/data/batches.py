@@ -1,8 +1,8 @@
-"""Batches: what comes in which order, and how it is changed, follows from (seed, epoch) alone.
+"""Batches whose order and augmentation depend only on (seed, epoch).
 
-So every head sees the same batches with the same augmentation, and a run that stopped goes on exactly where it was.
-Images and tables in memory stay on their device from the first batch to the last. Large images are read and resized by
-`DataLoader` workers; everything after that happens on the device, with the code that small images use.
+So every head sees the same batches, and an interrupted run continues exactly where it stopped. Images and tables in
+memory stay on their device. Large images are read and resized by `DataLoader` workers; all further steps happen on the
+device, with the code that small images use.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .augment import Augment, boxes, colour, crop_and_resize, cut_out, draw, shift_and_flip
+from .augment import Augment, boxes, color, crop_and_resize, cut_out, draw, shift_and_flip
 from .core import DataError, Dataset
 from .images import cores, read_image, resize
 from .seeded import mix
@@ -25,8 +26,26 @@ Batch = tuple[Tensor, Tensor]
 GPU_ROWS = 1 << 14  # images augmented at a time on a GPU
 
 
+@dataclass(frozen=True)
+class Delivery:
+    """How batches arrive; none of this changes which rows are in a batch or how they are augmented."""
+
+    shard: tuple[int, int] = (0, 1)  # (rank, world): this process's part of every batch; batch_size counts all parts
+    dtype: torch.dtype = torch.float32  # of x
+    channels_last: bool = False  # memory format of images
+    device: torch.device | str | None = None  # default: where the data is; move it there once with data.to(device)
+    workers: int | None = None  # processes that read image files (default: one per core, at most 8)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.shard[0] < self.shard[1]:
+            raise ValueError(f"shard must be (rank, world) with 0 <= rank < world, got {self.shard}")
+
+
 def num_batches(rows: int, batch_size: int, drop_last: bool = False) -> int:
-    """How many batches an epoch has.
+    """The number of batches in an epoch.
+
+    rows, batch_size: how many there are, and how many go into a batch
+    drop_last: whether an incomplete last batch is dropped
 
     >>> num_batches(10, 4), num_batches(10, 4, drop_last=True)
     (3, 2)
@@ -43,21 +62,17 @@ def train_batches(
     augment: Augment | None = None,
     drop_last: bool = True,
     skip: int = 0,
-    shard: tuple[int, int] = (0, 1),
-    dtype: torch.dtype = torch.float32,
-    channels_last: bool = False,
-    device: torch.device | str | None = None,
-    workers: int | None = None,
+    **delivery: Any,
 ) -> Iterator[Batch]:
-    """Shuffled, augmented, normalised training batches (x, y) of one epoch.
+    """Shuffled, augmented, normalized training batches (x, y) of one epoch.
 
-    x: (batch, *input_shape) of `dtype`; y: int64 (batch,), or uint8 (batch, labels)
-    seed, epoch: decide order and augmentation, and nothing else does
-    augment: in place of data.augment; Augment() for none
-    skip: batches at the beginning to leave out, for going on in the middle of an epoch
-    shard: (rank, world): this process's share of every batch; batch_size counts all shares together
-    device: where batches go (default: where data is; move data there once with data.to(device))
-    workers: processes that read image files (default: one per core, at most 8); without influence on the result
+    x: (batch, *input_shape); y: int64 (batch,), or uint8 (batch, labels)
+    data, batch_size: the dataset, and the rows per batch
+    seed, epoch: determine order and augmentation
+    augment: instead of data.augment; Augment() for none
+    drop_last: whether an incomplete last batch is dropped
+    skip: batches to skip at the start, to resume within an epoch
+    delivery: shard, dtype, channels_last, device and workers, as in `Delivery`
 
     >>> from gsoftmax.data import load
     >>> digits = load("digits")
@@ -67,117 +82,92 @@ def train_batches(
     (20, 18, True)
     """
     n = len(data.train)
-    _positive("batch_size", batch_size)
+    _check_batch_size(batch_size)
     if batch_size > n:
         raise ValueError(f"batch_size must be at most the {n:,} training rows of {data.name}, got {batch_size:,}")
     chosen = data.augment if augment is None else augment
     if data.kind == "table" and chosen != Augment():
         raise ValueError(f"augment is for images, and {data.name} is a table")
-    order = torch.randperm(n, generator=torch.Generator().manual_seed(mix(seed, epoch, 0)))
-    drawn = draw(chosen, n, seed, epoch)
     total = num_batches(n, batch_size, drop_last)
     if not 0 <= skip <= total:
         raise ValueError(f"skip must be from 0 to the epoch's {total} batches, got {skip}")
-    pieces = [order[k * batch_size : (k + 1) * batch_size] for k in range(skip, total)]
-    return _batches(data, "train", _share(pieces, shard), chosen, drawn, dtype, channels_last, device, workers)
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(mix(seed, epoch, 0)))
+    pieces = list(order.split(batch_size))[skip:total]
+    return _batches(data, "train", pieces, chosen, draw(chosen, n, seed, epoch), Delivery(**delivery))
 
 
-def eval_batches(
-    data: Dataset,
-    part: str = "test",
-    batch_size: int = 1024,
-    *,
-    shard: tuple[int, int] = (0, 1),
-    dtype: torch.dtype = torch.float32,
-    channels_last: bool = False,
-    device: torch.device | str | None = None,
-    workers: int | None = None,
-) -> Iterator[Batch]:
-    """Every row of a split once, in order, normalised and unchanged otherwise.
+def eval_batches(data: Dataset, part: str = "test", batch_size: int = 1024, **delivery: Any) -> Iterator[Batch]:
+    """Every row of a split once, in order, normalized and not augmented.
+
+    part: "train", "val" or "test"
+    data, batch_size, delivery: as in `train_batches`
 
     >>> from gsoftmax.data import load
     >>> sum(len(y) for _, y in eval_batches(load("digits"), "test", 64))
     500
     """
-    _positive("batch_size", batch_size)
-    order = torch.arange(len(data.split(part)))
-    pieces = list(torch.split(order, batch_size))
-    return _batches(data, part, _share(pieces, shard), Augment(), {}, dtype, channels_last, device, workers)
+    _check_batch_size(batch_size)
+    pieces = list(torch.arange(len(data.split(part))).split(batch_size))
+    return _batches(data, part, pieces, Augment(), {}, Delivery(**delivery))
 
 
-def _positive(name: str, value: int) -> None:
+def _check_batch_size(value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number above 0, got {value!r}")
-
-
-def _share(pieces: list[Tensor], shard: tuple[int, int]) -> list[Tensor]:
-    rank, world = shard
-    if not 0 <= rank < world:
-        raise ValueError(f"shard must be (rank, world) with 0 <= rank < world, got {shard}")
-    return pieces if world == 1 else [piece.tensor_split(world)[rank] for piece in pieces]
+        raise ValueError(f"batch_size must be a whole number above 0, got {value!r}")
 
 
 def _batches(
-    data: Dataset,
-    part: str,
-    pieces: list[Tensor],
-    augment: Augment,
-    drawn: dict[str, Tensor],
-    dtype: torch.dtype,
-    channels_last: bool,
-    device: torch.device | str | None,
-    workers: int | None,
+    data: Dataset, part: str, pieces: list[Tensor], augment: Augment, drawn: dict[str, Tensor], delivery: Delivery
 ) -> Iterator[Batch]:
     split = data.split(part)
-    where = torch.device(device) if device is not None else split.y.device
+    rank, world = delivery.shard
+    if world > 1:
+        pieces = [piece.tensor_split(world)[rank] for piece in pieces]
+    where = split.y.device if delivery.device is None else torch.device(delivery.device)
     images = data.kind != "table"
     size = (data.input_shape[-2], data.input_shape[-1]) if images else (0, 0)
+    layout = torch.channels_last if delivery.channels_last and images else torch.preserve_format
     shape, scale = ((1, -1, 1, 1), 255.0) if images else ((1, -1), 1.0)
     mean = (data.mean * scale).view(shape).to(where)
     factor = (1 / (data.std * scale)).view(shape).to(where)
     box = drawn.pop("box", None)  # (rows, 4) uniform numbers
     if box is not None and isinstance(split.x, Tensor):
         drawn["box"] = boxes(box, augment.area, split.x.shape[-2], split.x.shape[-1])
-    drawn = {k: v.to(where) for k, v in drawn.items()}  # once an epoch: no transfer inside the loop
+    drawn = {k: v.to(where) for k, v in drawn.items()}  # one transfer per epoch
 
     def finish(x: Tensor, rows: Tensor) -> Tensor:
-        """From pixels, or columns, to what the network is given.  rows: (batch,) positions in the split."""
-        if images:
-            now = {k: v[rows] for k, v in drawn.items()}
-            x = shift_and_flip(x, now.get("shift"), now.get("flip"), augment.pad, augment.reflect)
-            x = x.float()  # until the very end: pixels and colours lose digits in half precision
-            x = crop_and_resize(x, now["box"], size) if "box" in now else resize(x, size)
-            x = colour(x, now.get("jitter"), now.get("order"), now.get("lighting"))
-            x = (x - mean) * factor
-            if "cutout" in now:
-                x = cut_out(x, now["cutout"], augment.cutout)
-        else:
-            x = (x - mean) * factor
-        return x.to(dtype, memory_format=torch.channels_last if channels_last and images else torch.preserve_format)
+        """From pixels, or columns, to the network's input.  rows: (batch,) positions in the split."""
+        if not images:
+            return ((x - mean) * factor).to(delivery.dtype)
+        now = {k: v[rows] for k, v in drawn.items()}
+        x = shift_and_flip(x, now.get("shift"), now.get("flip"), augment.pad, augment.reflect)
+        x = x.float()  # until the very end: pixels and colors lose digits in half precision
+        x = crop_and_resize(x, now["box"], size) if "box" in now else resize(x, size)
+        x = color(x, now.get("jitter"), now.get("order"), now.get("lighting"))
+        x = (x - mean) * factor
+        if "cutout" in now:
+            x = cut_out(x, now["cutout"], augment.cutout)
+        return x.to(delivery.dtype, memory_format=layout)
 
     if isinstance(split.x, Tensor):
-        # What happens to an example depends on the example alone, so a GPU gets many batches at a time: launching is
-        # what costs there.  A CPU gets one, which stays in its cache.
+        # Augmentation depends on the example alone, so a GPU gets many batches at a time: launch overhead dominates
+        # there.  A CPU gets one, which stays in its cache.
         together = max(1, GPU_ROWS // max(1, len(pieces[0]))) if where.type == "cuda" and pieces else 1
-        moved = _moved(pieces, split.x.device)
-        for start in range(0, len(moved), together):
-            group = moved[start : start + together]
+        if pieces:  # one transfer per epoch
+            pieces = list(torch.cat(pieces).to(split.x.device).split([len(piece) for piece in pieces]))
+        for start in range(0, len(pieces), together):
+            group = pieces[start : start + together]
             rows, sizes = torch.cat(group), [len(piece) for piece in group]
             x, y = finish(split.x[rows].to(where), rows.to(where)), split.y[rows].to(where)
             yield from zip(x.split(sizes), y.split(sizes), strict=True)
     else:
-        for rows, pixels in _read_files(split.x, pieces, size, box, augment.area, where, workers):
+        for rows, pixels in _read_files(_Files(split.x, size, box, augment.area), pieces, where, delivery.workers):
             x = finish(pixels.to(where, non_blocking=True), rows.to(where, non_blocking=True))
             yield x, split.y[rows.to(split.y.device)].to(where)
 
 
-def _moved(pieces: list[Tensor], device: torch.device) -> list[Tensor]:
-    """All index pieces to the device in one transfer."""
-    return list(torch.split(torch.cat(pieces).to(device), [len(p) for p in pieces])) if pieces else []
-
-
 class _Files(torch.utils.data.Dataset):
-    """Image files as uint8 (3, height, width), cropped when boxes are given; a damaged one is its message."""
+    """Image files as uint8 (3, height, width), cropped if there are boxes; for a damaged file, the error message."""
 
     def __init__(self, paths: tuple[str, ...], size: tuple[int, int], drawn: Tensor | None, area: float) -> None:
         self.paths, self.size, self.drawn, self.area = paths, size, drawn, area
@@ -193,58 +183,45 @@ class _Files(torch.utils.data.Dataset):
             h, w = image.shape[-2:]
             top, left, bh, bw = (round(v) for v in boxes(self.drawn[row : row + 1], self.area, h, w)[0].tolist())
             image = V.crop(image, min(top, h - 1), min(left, w - 1), max(bh, 1), max(bw, 1))
-        mode = V.InterpolationMode.BICUBIC
-        return row, V.resize(image, list(self.size), interpolation=mode, antialias=True)
+        return row, V.resize(image, list(self.size), interpolation=V.InterpolationMode.BICUBIC, antialias=True)
 
     def __len__(self) -> int:
         return len(self.paths)
 
 
-def _stand_apart(_: int) -> None:
-    """A signal to the whole group of processes is for the one that trains: it still needs its readers to save."""
+def _leave_process_group(_: int) -> None:
+    """Signals to the process group do not reach workers, which the trainer still needs while it saves."""
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)
 
 
 def _stack(items: list[tuple[int, Any]]) -> tuple[Tensor, Tensor] | str:
     broken = next((x for _, x in items if isinstance(x, str)), None)
-    if broken is not None:
-        return broken
-    return torch.tensor([row for row, _ in items]), torch.stack([x for _, x in items])
+    return broken or (torch.tensor([row for row, _ in items]), torch.stack([x for _, x in items]))
 
 
-def _read_files(
-    paths: tuple[str, ...],
-    pieces: list[Tensor],
-    size: tuple[int, int],
-    drawn: Tensor | None,
-    area: float,
-    where: torch.device,
-    workers: int | None,
-) -> Iterator[tuple[Tensor, Tensor]]:
+def _read_files(files: _Files, pieces: list[Tensor], where: torch.device, workers: int | None) -> Iterator[Batch]:
     """(positions, uint8 (batch, 3, height, width)) for each piece, in order."""
     try:
         import torchvision  # noqa: F401
     except ImportError:
         raise DataError("image files need torchvision, which is not installed: pip install 'gsoftmax[train]'") from None
-    if workers is None:
-        workers = min(8, cores())
     with warnings.catch_warnings():  # about more workers than cores, and about forking a process with threads
         warnings.filterwarnings("ignore", message=r"(?s).*(DataLoader will create|use of fork\(\))")
         loader = iter(
             torch.utils.data.DataLoader(
-                _Files(paths, size, drawn, area),
+                files,
                 batch_sampler=[piece.tolist() for piece in pieces if len(piece)],
-                num_workers=workers,
-                worker_init_fn=_stand_apart,
+                num_workers=min(8, cores()) if workers is None else workers,
+                worker_init_fn=_leave_process_group,
                 collate_fn=_stack,
                 pin_memory=where.type == "cuda",
-                generator=torch.Generator(),  # or the loader would take a number from the global generator
+                generator=torch.Generator(),  # or the loader would draw from the global generator
             )
         )
     for piece in pieces:
         if not len(piece):  # fewer rows than processes in the last batch
-            yield piece, torch.empty(0, 3, *size, dtype=torch.uint8)
+            yield piece, torch.empty(0, 3, *files.size, dtype=torch.uint8)
             continue
         item = next(loader)
         if isinstance(item, str):

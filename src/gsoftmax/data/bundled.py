@@ -1,4 +1,4 @@
-"""`digits`: the real images that come with scikit-learn, so that everything can be tried without a download."""
+"""`digits`: real images that come with scikit-learn, so that nothing needs a download."""
 
 from __future__ import annotations
 
@@ -11,34 +11,27 @@ import numpy as np
 import torch
 
 from ..catalog import DIGITS
-from .core import DataError, Dataset, Split, take
+from .core import DataError, Dataset, Request, Split
+from .seeded import take
 
 
-def load_digits() -> Dataset:
-    """1,797 handwritten digits, 8 x 8 grey levels, with a fixed stratified split into 1,297 and 500."""
+def load_digits(request: Request) -> Dataset:
+    """1,797 handwritten digits, 8 x 8 gray levels, with a fixed stratified split into 1,297 and 500."""
     levels, labels = _digits()
     # 0 ... 16 becomes 0 ... 255: 255/16 apart, so all 17 levels stay distinct
     x = torch.from_numpy(np.rint(levels * (255 / 16)).astype(np.uint8)).view(-1, 1, 8, 8)
     y = torch.from_numpy(labels.astype(np.int64))
     test, train = take(y, 500 / len(y), seed=1797)
-    every = Split(x, y)
-    return Dataset(
-        name="digits",
-        kind="images",
-        classes=tuple(str(d) for d in range(10)),
-        multilabel=False,
-        train=every.select(train),
-        test=every.select(test),
-        source=DIGITS.source,
-    )
+    every, names = Split(x, y), tuple(map(str, range(10)))
+    return Dataset("digits", "images", names, False, every.select(train), every.select(test), source=DIGITS.source)
 
 
 def _digits() -> tuple[np.ndarray, np.ndarray]:
-    """Grey levels 0 to 16, (1797, 64), and digits, (1797,)."""
+    """Gray levels 0 to 16, (1797, 64), and digits, (1797,)."""
     found = importlib.util.find_spec("sklearn")
     if found is None or not found.origin:
         raise DataError("digits comes with scikit-learn, which is not installed: pip install 'gsoftmax[train]'")
-    # the table itself, where it is: importing scikit-learn would take a hundred times as long
+    # reading its file is a hundred times as fast as importing scikit-learn
     table = Path(os.path.dirname(found.origin), "datasets", "data", "digits.csv.gz")
     if table.is_file():
         with gzip.open(table, "rt") as lines:

@@ -1,8 +1,8 @@
-"""CIFAR-10 and CIFAR-100 from the published Python archives, without running what a pickle asks for.
+"""CIFAR-10 and CIFAR-100 from the published Python archives, without executing pickle code.
 
-The archives hold Python 2 pickles. `safe_unpickle` checks every opcode first and gives NumPy's names to stand-ins that
-only record what they are given, so neither arbitrary code nor NumPy's own unpickling runs; the array is rebuilt from
-its bytes.
+The archives contain Python 2 pickles. `safe_unpickle` checks every opcode first and replaces NumPy's names by stand-ins
+that only record their arguments, so neither arbitrary code nor NumPy's own unpickling runs; arrays are rebuilt from
+their bytes.
 """
 
 from __future__ import annotations
@@ -16,116 +16,126 @@ import tarfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..catalog import CIFAR10, CIFAR100
+from ..catalog import CIFAR10, CIFAR100, DatasetInfo
+from ..messages import first_line
 from .augment import PRESETS
-from .core import DataError, Dataset, Split, check_md5, first_line, is_smoke, locate, read_bytes
+from .core import DataError, Dataset, Request, Split, check_md5, is_smoke, locate, read_bytes, reading
 
-# file -> published MD5
-_FILES = {
-    "cifar10": {
-        "data_batch_1": "c99cafc152244af753f735de768cd75f",
-        "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
-        "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
-        "data_batch_4": "634d18415352ddfa80567beed471001a",
-        "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
-        "test_batch": "40351d587109b95175f43aff81a1287e",
-        "batches.meta": "5ff9c542aee3614f3951f8cda6e48888",
-    },
-    "cifar100": {
-        "train": "16019d7e3df5f24257cddd939b257f8d",
-        "test": "f0ef6b0ae62326f3e7ffdfab6717acfc",
-        "meta": "7973b15100ade9c7d40fb424638fde48",
-    },
-}
-_ARCHIVES = {
-    "cifar10": ("cifar-10-python.tar.gz", "cifar-10-batches-py", "c58f30108f718f92721af3b95e74349a"),
-    "cifar100": ("cifar-100-python.tar.gz", "cifar-100-python", "eb9058c3a382ffc7106e4002c42a8d85"),
-}
 _MAX_MEMBER = 2**28  # the largest, CIFAR-100's train, has 155 MB
 _MAX_ARCHIVE = 2**29
 
 
-def load_cifar(name: str, root: str | os.PathLike[str] | None = None, *, check: bool = True) -> Dataset:
-    """CIFAR-10 or CIFAR-100 (fine labels); the extracted folder when it is there, else the archive, read in memory."""
-    info = CIFAR10 if name == "cifar10" else CIFAR100
-    archive, folder, archive_md5 = _ARCHIVES[name]
-    base = locate(info, root, [".", name], [folder, archive])
-    if (base / folder).is_dir():
-        smoke = is_smoke(base / folder)
-        members = {n: read_bytes(base / folder / n, _MAX_MEMBER) for n in _FILES[name]}
-        where = base / folder
-    else:
-        smoke = is_smoke(base)
-        md5 = archive_md5 if check and not smoke else None
-        members = _read_archive(base / archive, folder, list(_FILES[name]), md5)
-        where = base / archive
-    if check and not smoke:
-        for file, published in _FILES[name].items():
-            check_md5(members[file], published, where / file)
-    contents = {file: safe_unpickle(data, where / file) for file, data in members.items()}
+class _Layout(NamedTuple):
+    info: DatasetInfo
+    archive: str
+    md5: str  # of the archive
+    folder: str
+    files: dict[str, str]  # training files, test file, names; each with its published MD5
+    labels: str  # keys of the dictionaries in these files
+    names: str
 
-    meta, label_key, names_key = ("batches.meta", "labels", "label_names")
-    train_files = [f"data_batch_{k}" for k in range(1, 6)]
-    test_file = "test_batch"
-    if name == "cifar100":
-        meta, label_key, names_key = ("meta", "fine_labels", "fine_label_names")
-        train_files, test_file = ["train"], "test"
-    classes = _names(contents[meta], names_key, where / meta)
-    train = [_rows(contents[f], label_key, len(classes), where / f) for f in train_files]
+
+_LAYOUTS = {
+    "cifar10": _Layout(
+        CIFAR10,
+        "cifar-10-python.tar.gz",
+        "c58f30108f718f92721af3b95e74349a",
+        "cifar-10-batches-py",
+        {
+            "data_batch_1": "c99cafc152244af753f735de768cd75f",
+            "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
+            "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
+            "data_batch_4": "634d18415352ddfa80567beed471001a",
+            "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
+            "test_batch": "40351d587109b95175f43aff81a1287e",
+            "batches.meta": "5ff9c542aee3614f3951f8cda6e48888",
+        },
+        "labels",
+        "label_names",
+    ),
+    "cifar100": _Layout(
+        CIFAR100,
+        "cifar-100-python.tar.gz",
+        "eb9058c3a382ffc7106e4002c42a8d85",
+        "cifar-100-python",
+        {
+            "train": "16019d7e3df5f24257cddd939b257f8d",
+            "test": "f0ef6b0ae62326f3e7ffdfab6717acfc",
+            "meta": "7973b15100ade9c7d40fb424638fde48",
+        },
+        "fine_labels",
+        "fine_label_names",
+    ),
+}
+
+
+def load_cifar(request: Request) -> Dataset:
+    """CIFAR-10 or CIFAR-100 (fine labels), from the extracted folder if there is one, else from the archive."""
+    name, layout = request.family, _LAYOUTS[request.family]
+    base = locate(layout.info, request.root, [".", name], [layout.folder, layout.archive])
+    extracted = (base / layout.folder).is_dir()
+    where = base / (layout.folder if extracted else layout.archive)
+    smoke = is_smoke(where if extracted else base)
+    published = request.check and not smoke
+    if extracted:
+        members = {file: read_bytes(where / file, _MAX_MEMBER) for file in layout.files}
+    else:
+        members = _read_archive(where, layout, published)
+    if published:
+        for file, md5 in layout.files.items():
+            check_md5(members[file], md5, where / file)
+    contents = {file: safe_unpickle(data, where / file) for file, data in members.items()}
+    *batches, meta = layout.files
+    classes = _names(contents[meta], layout.names, where / meta)
+    xs, ys = zip(*(_rows(contents[f], layout.labels, len(classes), where / f) for f in batches), strict=True)
     return Dataset(
-        name=f"{name} (smoke)" if smoke else name,
-        kind="images",
-        classes=classes,
+        name + " (smoke)" * smoke,
+        "images",
+        classes,
         multilabel=False,
-        train=Split(torch.cat([x for x, _ in train]), torch.cat([y for _, y in train])),
-        test=Split(*_rows(contents[test_file], label_key, len(classes), where / test_file)),
+        train=Split(torch.cat(xs[:-1]), torch.cat(ys[:-1])),
+        test=Split(xs[-1], ys[-1]),
         augment=PRESETS["crop-flip"],
-        source=info.source,
+        source=layout.info.source,
     )
 
 
-def _read_archive(path: Path, folder: str, names: list[str], md5: str | None) -> dict[str, bytes]:
-    """The named members' bytes, straight from the archive: nothing is written, links and other members are ignored."""
+def _read_archive(path: Path, layout: _Layout, published: bool) -> dict[str, bytes]:
+    """The members' bytes, read in memory: nothing is written, links and other members are ignored."""
     raw = read_bytes(path, _MAX_ARCHIVE)
-    if md5 is not None:
-        check_md5(raw, md5, path)
-    wanted = {f"{folder}/{name}": name for name in names}
+    if published:
+        check_md5(raw, layout.md5, path)
     found: dict[str, bytes] = {}
-    try:
-        stream = _Bounded(gzip.GzipFile(fileobj=io.BytesIO(raw)), _MAX_ARCHIVE, path)
-        with tarfile.open(fileobj=stream, mode="r|") as tar:  # type: ignore[call-overload]
+    with reading(path, tarfile.TarError, EOFError, OSError, zlib.error, ValueError):
+        stream: Any = _Bounded(gzip.GzipFile(fileobj=io.BytesIO(raw)), _MAX_ARCHIVE, path)
+        with tarfile.open(fileobj=stream, mode="r|") as tar:
             for member in tar:
-                if not member.isreg() or member.name not in wanted:
+                folder, _, file = member.name.partition("/")
+                if not member.isreg() or folder != layout.folder or file not in layout.files:
                     continue
                 if member.size > _MAX_MEMBER:
-                    raise DataError(
-                        f"{path} member {member.name} declares {member.size:,} bytes, limit {_MAX_MEMBER:,}"
-                    )
+                    size = f"{member.size:,} bytes, limit {_MAX_MEMBER:,}"
+                    raise DataError(f"{path} member {member.name} declares {size}")
                 handle = tar.extractfile(member)
-                data = b"" if handle is None else handle.read()
-                if len(data) != member.size:
+                found[file] = b"" if handle is None else handle.read()
+                if len(found[file]) != member.size:
                     raise DataError(f"{path} is truncated inside {member.name}")
-                found[wanted[member.name]] = data
-                if len(found) == len(wanted):
+                if len(found) == len(layout.files):
                     break
-    except DataError:
-        raise
-    except (tarfile.TarError, EOFError, OSError, zlib.error, ValueError) as error:
-        raise DataError(f"{path} is damaged: {first_line(error)}") from None
-    missing = [name for name in names if name not in found]
-    if missing:
-        raise DataError(f"{path} has no regular file {folder}/{missing[0]}")
-    return found
+    for file in layout.files:
+        if file not in found:
+            raise DataError(f"{path} has no regular file {layout.folder}/{file}")
+    return {file: found[file] for file in layout.files}
 
 
 class _Bounded:
-    """A stream that refuses to unpack to more than a limit."""
+    """A stream with a size limit."""
 
     def __init__(self, stream: gzip.GzipFile, limit: int, path: Path) -> None:
         self.stream, self.left, self.limit, self.path = stream, limit, limit, path
@@ -139,7 +149,7 @@ class _Bounded:
 
 
 class _Array:
-    """Stand-in for numpy.ndarray while unpickling: keeps the state, becomes an array only in `uint8`."""
+    """Stand-in for numpy.ndarray while unpickling: keeps the state, which only `uint8` turns into an array."""
 
     def __init__(self) -> None:
         self.state: Any = ()
@@ -166,14 +176,14 @@ class _DType:
 
 
 def _latin1(text: str, encoding: str) -> bytes:
-    """What Python 3 writes for bytes in protocol 2: _codecs.encode(text, 'latin1')."""
+    """Bytes as Python 3 writes them in protocol 2: _codecs.encode(text, 'latin1')."""
     if encoding not in ("latin1", b"latin1"):
         raise pickle.UnpicklingError(f"encoding {encoding!r}")
     return text.encode("latin-1")
 
 
 class _Stand:
-    """A callable a pickle may name. It can be called and nothing else: a pickle that sets its attributes is refused."""
+    """A callable that a pickle may name. It can only be called: setting its attributes is an error."""
 
     __slots__ = ("make",)
 
@@ -212,16 +222,16 @@ class _Restricted(pickle.Unpickler):
 
 
 def safe_unpickle(data: bytes, where: str | os.PathLike[str] = "pickle") -> Any:
-    """The dicts, lists, strings, numbers and arrays in a pickle; anything else in it is a DataError and has no effect.
+    """The dicts, lists, strings, numbers and arrays in a pickle; anything else is a DataError and has no effect.
 
-    Arrays come back as records that only `_rows` turns into NumPy arrays.
+    Arrays are returned as records, which `_rows` turns into NumPy arrays.
 
     >>> safe_unpickle(pickle.dumps({"labels": [3, 1]}))
     {'labels': [3, 1]}
     """
     try:
-        # Before anything is built: only opcodes that cannot run code, and no memo index or length beyond the data,
-        # because the unpickler allocates what these declare.
+        # Before anything is built: only opcodes that cannot execute code, and no memo index or length beyond the
+        # data, because the unpickler allocates what these declare.
         for opcode, argument, _ in pickletools.genops(data):
             if opcode.name not in _OPCODES:
                 raise pickle.UnpicklingError(f"opcode {opcode.name}")
@@ -231,10 +241,8 @@ def safe_unpickle(data: bytes, where: str | os.PathLike[str] = "pickle") -> Any:
                 raise pickle.UnpicklingError(str(argument).replace(" ", "."))
         return _Restricted(io.BytesIO(data), encoding="bytes").load()
     except pickle.UnpicklingError as error:
-        reason = first_line(error)
-        raise DataError(
-            f"{where} is refused: it may hold arrays, strings, numbers and lists alone, not {reason}"
-        ) from None
+        allowed = "only arrays, strings, numbers and lists are allowed"
+        raise DataError(f"{where} is rejected: {allowed}, not {first_line(error)}") from None
     except Exception as error:  # damaged pickles end in almost any exception
         raise DataError(f"{where} is damaged: {type(error).__name__} while reading the pickle") from None
 
@@ -260,7 +268,7 @@ def _rows(content: Any, label_key: str, num_classes: int, where: Path) -> tuple[
     data, labels = _entry(content, "data", where), _entry(content, label_key, where)
     try:
         if not isinstance(data, _Array):
-            raise ValueError("'data' is no array")
+            raise ValueError("'data' is not an array")
         x = data.uint8()
         if x.ndim != 2 or x.shape[1] != 3072:
             raise ValueError(f"'data' has the shape {x.shape}, expected (N, 3072)")

@@ -1,34 +1,36 @@
-"""What every dataset becomes: two or three splits of inputs x and labels y, and the seeded choices made on them.
-
-Loaders (one file per family) fill a Dataset; `gsoftmax.data.load` finishes it. Nothing here knows about heads.
-"""
+"""Dataset and Split, seeded subsets of the training rows, and helpers for reading files safely."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..catalog import DatasetInfo
+from ..messages import first_line
 from .augment import Augment
-from .seeded import mix, shuffled, uniform
+from .seeded import long_tail, mix, noisy, take
 
 Kind = Literal["images", "table", "files"]
 
-MAX_BYTES = 16 * 2**30  # nothing that declares itself larger than this is allocated
+PARTS = ("train", "val", "test")
+Splits = dict[str, Any]  # part -> Split
+MAX_BYTES = 16 * 2**30  # the most that a file may declare and have allocated
 IMAGENET_MEAN = (0.485, 0.456, 0.406)  # of the ImageNet training images, on the scale 0 to 1
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 class DataError(ValueError):
-    """Data that is missing, damaged, or not what it says it is; the first line names the thing and what is expected."""
+    """Missing, damaged or invalid data; the first line names the file or value and what is accepted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +38,7 @@ class Split:
     """Inputs and labels, row by row.
 
     x: uint8 (N, C, H, W) images, float32 (N, D) table, or a tuple of N image file names
-    y: int64 (N,) class indices, or uint8 (N, L) with a 1 for every label the row has
+    y: int64 (N,) class indices, or uint8 (N, L) of 0 and 1 for multi-label data
 
     >>> Split(torch.zeros(3, 2), torch.tensor([0, 1, 1])).select([2, 0]).y
     tensor([1, 0])
@@ -53,40 +55,36 @@ class Split:
         return len(self.y)
 
     def select(self, index: Sequence[int] | np.ndarray) -> Split:
-        """The rows at these positions, in this order."""
+        """The rows at these positions, in this order.
+
+        index: (M,) row positions
+        """
         rows = torch.as_tensor(np.asarray(index, dtype=np.int64))
         x = self.x[rows] if isinstance(self.x, Tensor) else tuple(self.x[i] for i in rows.tolist())
         return Split(x, self.y[rows])
 
     def to(self, device: torch.device | str) -> Split:
-        """The same rows with labels, and inputs held in memory, on the device."""
+        """The same rows on the device; file names stay."""
         return Split(self.x.to(device) if isinstance(self.x, Tensor) else self.x, self.y.to(device))
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A task: splits, class names and everything training has to know about the inputs.
+    """Splits, class names, and what training needs to know about the inputs."""
 
-    kind: "images" (x in memory), "table" (x in memory) or "files" (x are names of image files)
-    input_shape: what the network is given, (C, H, W) or (D,); batches resize images to it
-    mean, std: (C,) of the training images on the scale 0 to 1, or (D,) of the table's columns
-    augment: a sensible training augmentation for this data
-    notes: sentences a user should see (rows left out, noise added, ...)
-    """
-
-    name: str
-    kind: Kind
-    classes: tuple[str, ...]
-    multilabel: bool
-    train: Split
-    test: Split
-    val: Split | None = None
-    input_shape: tuple[int, ...] = ()
-    mean: Tensor = field(default_factory=lambda: torch.empty(0))
-    std: Tensor = field(default_factory=lambda: torch.empty(0))
-    augment: Augment = field(default_factory=Augment)
-    source: str = ""
-    notes: tuple[str, ...] = ()
+    name: str  # as printed; generated smoke data ends in "(smoke)"
+    kind: Kind  # images and tables are in memory; files are names of image files
+    classes: tuple[str, ...]  # names of the classes, or of the labels
+    multilabel: bool  # y is (N, L) of 0 and 1
+    train: Split  # training rows
+    test: Split  # test rows
+    val: Split | None = None  # validation rows
+    input_shape: tuple[int, ...] = ()  # of the network's input, (C, H, W) or (D,); batches resize images to it
+    mean: Tensor = field(default_factory=lambda: torch.empty(0))  # (C,) of the training images in [0, 1], or (D,)
+    std: Tensor = field(default_factory=lambda: torch.empty(0))  # likewise
+    augment: Augment = field(default_factory=Augment)  # default training augmentation
+    source: str = ""  # where the data comes from
+    notes: tuple[str, ...] = ()  # sentences for the user: rows left out, noise added, ...
 
     @property
     def num_classes(self) -> int:
@@ -94,18 +92,28 @@ class Dataset:
         return len(self.classes)
 
     def split(self, part: str) -> Split:
-        """The split called "train", "val" or "test"."""
-        if part not in ("train", "val", "test"):
+        """One split.
+
+        part: "train", "val" or "test"
+        """
+        if part not in PARTS:
             raise ValueError(f"part must be 'train', 'val' or 'test', got {part!r}")
         found: Split | None = getattr(self, part)
         if found is None:
             raise ValueError(f"{self.name} has no validation split: load it with val_fraction above 0")
         return found
 
+    def map_splits(self, change: Callable[[str, Split], Split]) -> Dataset:
+        """The same dataset with other splits.
+
+        change: from the part's name and its split to the new split
+        """
+        splits: Splits = {p: change(p, split) for p in PARTS if (split := getattr(self, p)) is not None}
+        return replace(self, **splits)
+
     def to(self, device: torch.device | str) -> Dataset:
-        """The same dataset with everything that is in memory on the device."""
-        val = None if self.val is None else self.val.to(device)
-        return replace(self, train=self.train.to(device), test=self.test.to(device), val=val)
+        """The same dataset on the device; file names stay."""
+        return self.map_splits(lambda part, split: split.to(device))
 
     def summary(self) -> str:
         """One line: name, sizes, shape.
@@ -114,20 +122,14 @@ class Dataset:
         >>> load("digits").summary()
         'digits: 1,297 train, 500 test, 10 classes, 1x8x8 images'
         """
-        sizes = [f"{len(self.train):,} train"]
-        if self.val is not None:
-            sizes.append(f"{len(self.val):,} val")
-        sizes.append(f"{len(self.test):,} test")
+        sizes = [f"{len(split):,} {p}" for p in PARTS if (split := getattr(self, p)) is not None]
         sizes.append(f"{self.num_classes} {'labels' if self.multilabel else 'classes'}")
         shape = "x".join(map(str, self.input_shape))
         what = {"images": "images", "files": "image files", "table": "columns"}[self.kind]
         return f"{self.name}: {', '.join(sizes)}, {shape} {what}"
 
     def fingerprint(self) -> str:
-        """SHA-256 over inputs (for files: their names relative to the common folder), labels and class names.
-
-        Two runs were given the same data exactly when their fingerprints agree.
-        """
+        """SHA-256 of inputs (for files: their names relative to the common folder), labels and class names."""
         digest = hashlib.sha256(repr((self.kind, self.classes, self.input_shape)).encode())
         for part in (self.train, self.val, self.test):
             if part is None:
@@ -142,77 +144,83 @@ class Dataset:
         return digest.hexdigest()
 
 
-# Seeded choices
+@dataclass(frozen=True)
+class Subset:
+    """Changes to the training split, for experiments with less or worse data."""
+
+    train_fraction: float = 1.0  # fraction of the training rows to keep, stratified by class
+    imbalance: float = 1.0  # ratio of the largest to the smallest class, reached by dropping training rows
+    label_noise: float = 0.0  # fraction of the training labels to replace by a wrong class
+
+    def __post_init__(self) -> None:
+        check_range("train_fraction", self.train_fraction, 0, 1, open_left=True)
+        check_range("imbalance", self.imbalance, 1, math.inf, open_right=True)
+        check_range("label_noise", self.label_noise, 0, 1)
+
+    def of(self, data: Dataset, seed: int) -> Dataset:
+        """`data` with these changes.
+
+        data, seed: the dataset, and what decides the rows
+        """
+        train, notes = data.train, list(data.notes)
+        for name, unused in (("imbalance", 1), ("label_noise", 0)):
+            if data.multilabel and getattr(self, name) != unused:
+                raise ValueError(f"{name} is for single-label data, and {data.name} is multi-label")
+
+        def note(count: int, what: str, option: str) -> None:
+            notes.append(f"{count:,} of {len(train):,} training {what} ({option} {getattr(self, option)}, seed {seed})")
+
+        if self.train_fraction < 1:
+            kept, _ = take(train.y, self.train_fraction, mix(seed, 11))
+            lost = [] if data.multilabel else sorted(set(train.y.tolist()) - set(train.y[kept].tolist()))
+            if not len(kept) or lost:
+                which = f", none of class {data.classes[lost[0]]!r}" if lost else ""
+                raise ValueError(f"train_fraction={self.train_fraction} keeps {len(kept)} rows of {data.name}{which}")
+            note(len(kept), "rows", "train_fraction")
+            train = train.select(kept)
+        if self.imbalance > 1:
+            kept = long_tail(train.y, self.imbalance, mix(seed, 12))
+            note(len(kept), "rows", "imbalance")
+            train = train.select(kept)
+        if self.label_noise > 0:
+            changed = noisy(train.y, self.label_noise, data.num_classes, mix(seed, 13))
+            note(int((changed != train.y).sum()), "labels made wrong", "label_noise")
+            train = Split(train.x, changed)
+        return replace(data, train=train, notes=tuple(notes))
 
 
-def take(y: Tensor, fraction: float, seed: int, keep: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Positions (taken, left), both ascending: round(fraction · N) rows, of every class alike to within one row.
+class Request(NamedTuple):
+    """What a loader is asked for."""
 
-    At least `keep` rows of every class are left behind. Multi-label rows are taken at random, without strata.
-
-    >>> taken, left = take(torch.tensor([0] * 8 + [1] * 4), 0.25, seed=0)
-    >>> len(taken), len(left), int((taken < 8).sum())
-    (3, 9, 2)
-    """
-    n = len(y)
-    order = shuffled(n, seed)
-    if y.ndim == 2:
-        chosen = order[: round(fraction * n)]
-    else:
-        labels = y.cpu().numpy()[order]
-        groups = [order[labels == c] for c in np.unique(labels)]
-        exact = np.array([fraction * len(g) for g in groups])
-        counts = np.floor(exact + 1e-9).astype(int)
-        # the rows that rounding down lost go to the classes that lost most
-        short = round(fraction * n) - int(counts.sum())
-        counts[np.argsort(-(exact - counts), kind="stable")[: max(short, 0)]] += 1
-        counts = np.minimum(counts, [max(len(g) - keep, 0) for g in groups])
-        chosen = np.concatenate([g[:k] for g, k in zip(groups, counts, strict=True)])
-    mask = np.zeros(n, dtype=bool)
-    mask[chosen] = True
-    return np.flatnonzero(mask), np.flatnonzero(~mask)
+    family: str  # "cifar10", "npz", ...
+    path: str  # what follows the family's name, as in npz:PATH
+    options: dict[str, Any]  # those at the end of the spec
+    root: str | os.PathLike[str] | None  # folder of the published datasets
+    image_size: int | None
+    split_seed: int
+    check: bool  # whether published sizes and checksums are required
 
 
-def long_tail(y: Tensor, factor: float, seed: int) -> np.ndarray:
-    """Positions that make the classes unequal: class c of C keeps at most max_count · factor^(-c/(C-1)) rows.
-
-    factor is the ratio of the largest to the smallest class (Cui et al. 2019), 1 changes nothing.
-
-    >>> y = torch.arange(3).repeat_interleave(100)
-    >>> torch.bincount(y[long_tail(y, 100.0, seed=0)]).tolist()
-    [100, 10, 1]
-    """
-    labels = y.cpu().numpy()
-    classes, counts = np.unique(labels, return_counts=True)
-    order = shuffled(len(labels), seed)
-    kept = []
-    for rank, c in enumerate(classes):
-        target = counts.max() * factor ** (-rank / max(len(classes) - 1, 1))
-        rows = order[labels[order] == c]
-        kept.append(rows[: max(1, round(target))])
-    return np.sort(np.concatenate(kept))
+def set_aside(split: Split, request: Request) -> Splits:
+    """The split in two: the option `test` is the fraction that becomes the test set, stratified by class."""
+    aside, rest = take(split.y, request.options["test"], request.split_seed, keep=1)
+    return {"train": split.select(rest), "test": split.select(aside)}
 
 
-def noisy(y: Tensor, fraction: float, num_classes: int, seed: int) -> Tensor:
-    """The labels with exactly round(fraction · N) of them wrong: each becomes one of the others, all alike likely.
-
-    >>> y = torch.zeros(10, dtype=torch.int64)
-    >>> int((noisy(y, 0.4, 3, seed=0) != y).sum())
-    4
-    """
-    n = len(y)
-    rows = shuffled(n, mix(seed, 1))[: round(fraction * n)]
-    step = 1 + np.floor(uniform(len(rows), mix(seed, 2)) * (num_classes - 1)).astype(np.int64)
-    out = y.clone()
-    at = torch.from_numpy(rows)
-    out[at] = (y[at] + torch.from_numpy(step)) % num_classes
-    return out
+def check_range(
+    name: str, value: float, low: float, high: float, *, open_left: bool = False, open_right: bool = False
+) -> None:
+    """Raise unless low <= value <= high; an open end is excluded."""
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+    if not ok or (open_left and value == low) or (open_right and value == high):
+        upper = "" if high == math.inf else f" and {'below' if open_right else 'at most'} {high}"
+        raise ValueError(f"{name} must be {'above' if open_left else 'at least'} {low}{upper}, got {value!r}")
 
 
 def statistics(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and deviation, float32, of each channel of uint8 (N, C, H, W), on the scale 0 to 1, or column of (N, D).
+    """float32 mean and standard deviation of each channel of uint8 (N, C, H, W), in [0, 1], or column of (N, D).
 
-    A channel or column that never changes gets the standard deviation 1, so that dividing by it is harmless.
+    A constant channel or column gets the standard deviation 1, so that dividing by it is harmless.
     """
     image = x.dtype == torch.uint8
     dims, scale = ((0, 2, 3), 255.0) if image else ((0,), 1.0)
@@ -232,9 +240,6 @@ def statistics(x: Tensor) -> tuple[Tensor, Tensor]:
     return mean.float(), std.float()
 
 
-# Files
-
-
 def data_root(root: str | os.PathLike[str] | None) -> Path:
     """Where datasets are looked for: the argument, else $GSOFTMAX_DATA, else ./data."""
     return Path(root if root is not None else os.environ.get("GSOFTMAX_DATA") or "data")
@@ -243,7 +248,7 @@ def data_root(root: str | os.PathLike[str] | None) -> Path:
 def locate(
     info: DatasetInfo, root: str | os.PathLike[str] | None, folders: Sequence[str], needed: Sequence[str]
 ) -> Path:
-    """The first of root/folder that holds any of the needed files; else a DataError that says what to put where."""
+    """The first of root/folder with any of the needed files; else a DataError with source and layout."""
     base = data_root(root)
     for folder in folders:
         if any((base / folder / name).exists() for name in needed):
@@ -255,46 +260,54 @@ def locate(
 
 
 def is_smoke(folder: Path) -> bool:
-    """Whether the folder is marked as small generated files, exempt from published sizes and checksums."""
+    """Whether the folder contains generated smoke data, which is exempt from published sizes and checksums."""
     return (folder / "SMOKE").is_file()
 
 
-def first_line(error: BaseException) -> str:
-    """An exception in one line: the first of its message, or its name."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+@contextmanager
+def reading(path: str | os.PathLike[str], *damage: type[Exception]) -> Iterator[None]:
+    """Raise a DataError that names `path` for an OSError, or for one of `damage`."""
+    caught: tuple[type[Exception], ...] = (OSError, *damage)
+    try:
+        yield
+    except DataError:
+        raise
+    except caught as error:
+        if isinstance(error, OSError) and OSError not in damage:
+            raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+        reason = f"an item without {error}" if isinstance(error, KeyError) else first_line(error)
+        raise DataError(f"{path} is damaged: {reason}") from None
 
 
 def within_limit(nbytes: int, what: str) -> None:
-    """Refuse to allocate what declares itself too large."""
+    """Raise if a declared size exceeds MAX_BYTES."""
     if nbytes > MAX_BYTES:
         raise DataError(f"{what} declares {nbytes:,} bytes, more than the limit of {MAX_BYTES:,}")
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
-    """A whole file, refused beforehand when larger than the limit."""
-    try:
+    """A whole file of at most `limit` bytes."""
+    with reading(path):
         size = path.stat().st_size
         if size > limit:
             raise DataError(f"{path} has {size:,} bytes, more than the limit of {limit:,} for such a file")
         return path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def read_lines(path: Path) -> list[str]:
+    """The non-empty lines of a text file of at most 64 MiB, stripped."""
+    return [line.strip() for line in read_bytes(path, 2**26).decode("utf-8", "replace").splitlines() if line.strip()]
+
+
+def plain_name(name: object, where: Path) -> str:
+    """The file name, or a DataError if it could lead out of its folder."""
+    if not isinstance(name, str) or name in ("", ".", "..") or set(name) & set("/\\\0"):
+        raise DataError(f"{where} names {str(name)[:80]!r}, which is not a plain file name")
+    return name
 
 
 def check_md5(data: bytes, expected: str, path: str | os.PathLike[str]) -> None:
-    """Refuse a file whose MD5 is not the published one."""
+    """Raise unless the MD5 is the published one."""
     seen = hashlib.md5(data, usedforsecurity=False).hexdigest()
     if seen != expected:
         raise DataError(f"{path} is damaged or not the published file: MD5 {seen}, published {expected}")
-
-
-def encode_labels(groups: Sequence[Sequence[str]], classes: Sequence[str], where: str) -> list[Tensor]:
-    """Class indices of names, one int64 tensor per group; an unknown name is a DataError."""
-    index = {name: i for i, name in enumerate(classes)}
-    out = []
-    for names in groups:
-        unknown = next((name for name in names if name not in index), None)
-        if unknown is not None:
-            raise DataError(f"{where}: class {unknown!r} is not among the {len(classes)} classes of the training split")
-        out.append(torch.tensor([index[name] for name in names], dtype=torch.int64))
-    return out

@@ -1,8 +1,9 @@
-"""Images in folders: `folder:PATH` for anyone's own, `tiny-imagenet` in its published layout."""
+"""Images in folders: `folder:PATH` for your own, `tiny-imagenet` in its published layout."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,162 +16,115 @@ from .core import (
     IMAGENET_STD,
     DataError,
     Dataset,
+    Request,
     Split,
-    encode_labels,
+    Splits,
     is_smoke,
     locate,
-    read_bytes,
-    take,
+    plain_name,
+    read_lines,
+    reading,
+    set_aside,
 )
-from .images import SMALL_SIDE, grey_if_grey, list_images, read_small
+from .images import SMALL_SIDE, gray_if_gray, list_images, read_small
 
 
-def _pack(
-    name: str,
-    classes: tuple[str, ...],
-    parts: dict[str, tuple[list[str], list[str]]],
-    where: str,
-    image_size: int | None,
-    source: str,
-) -> Dataset:
-    """A Dataset of (paths, class names) per part: in memory when the images are small and alike, else as files."""
-    paths = {part: files for part, (files, _) in parts.items()}
-    labels = dict(zip(parts, encode_labels([n for _, n in parts.values()], classes, where), strict=True))
-    every = [path for part in parts for path in paths[part]]
-    side = image_size if image_size is not None and image_size <= SMALL_SIDE else None
-    x = read_small(every)
-    if x is None and side is not None:
-        x = read_small(every, side)
+def _labelled(files: Iterable[tuple[str, str]], classes: tuple[str, ...], where: object) -> Split:
+    """A Split of (path, class name) pairs."""
+    index = {name: i for i, name in enumerate(classes)}
+    paths, labels = [], []
+    for path, name in files:
+        if name not in index:
+            raise DataError(f"{where}: class {name!r} is not among the {len(classes)} classes of the training split")
+        paths.append(path)
+        labels.append(index[name])
+    return Split(tuple(paths), torch.tensor(labels, dtype=torch.int64))
+
+
+def _dataset(name: str, classes: tuple[str, ...], splits: Splits, image_size: int | None) -> Dataset:
+    """A Dataset with images in memory if they are small and of one size, else as files."""
+    paths = [str(path) for split in splits.values() for path in split.x]
+    x = read_small(paths)
+    if x is None and image_size is not None and image_size <= SMALL_SIDE:
+        x = read_small(paths, image_size)
     if x is None:
-        splits = {part: Split(tuple(paths[part]), labels[part]) for part in parts}
-        augment = Augment(flip=True)
-    else:
-        pieces = grey_if_grey(*torch.split(x, [len(paths[part]) for part in parts]))
-        splits = {part: Split(piece, labels[part]) for part, piece in zip(parts, pieces, strict=True)}
-        # grey images are often characters, which must not be mirrored
-        augment = Augment() if pieces[0].shape[1] == 1 else Augment(pad=max(1, x.shape[-1] // 8), flip=True)
-    return Dataset(
-        name=name,
-        kind="files" if x is None else "images",
-        classes=classes,
-        multilabel=False,
-        train=splits["train"],
-        test=splits["test"],
-        val=splits.get("val"),
-        augment=augment,
-        source=source,
-    )
+        return Dataset(name, "files", classes, False, **splits, augment=Augment(flip=True))
+    pieces = gray_if_gray(x).split([len(split) for split in splits.values()])
+    held: Splits = {part: Split(piece, splits[part].y) for part, piece in zip(splits, pieces, strict=True)}
+    # gray images are often characters, which must not be mirrored
+    augment = Augment() if pieces[0].shape[1] == 1 else Augment(pad=max(1, x.shape[-1] // 8), flip=True)
+    return Dataset(name, "images", classes, False, **held, augment=augment)
 
 
-def _class_folders(folder: Path) -> dict[str, list[str]]:
-    """{class name: image paths} of the sub-folders, both sorted; folders without images are left out."""
-    try:
+def _class_folders(folder: Path) -> dict[str, list[tuple[str, str]]]:
+    """{class name: (path, class name) pairs} of the subfolders with images, sorted."""
+    with reading(folder):
         names = sorted(e.name for e in os.scandir(folder) if e.is_dir() and not e.name.startswith("."))
-    except OSError as error:
-        raise DataError(f"{folder} cannot be read: {error.strerror or error}") from None
-    found = {name: list_images(os.path.join(folder, name)) for name in names}
+    found = {name: [(path, name) for path in list_images(os.path.join(folder, name))] for name in names}
     return {name: files for name, files in found.items() if files}
 
 
-def load_folder(path: str, *, test: float | None = None, image_size: int | None = None, split_seed: int = 0) -> Dataset:
-    """Images in class folders. Without test/, val/ is the test set; or `test` is the share of each class set aside."""
-    base = Path(path)
+def load_folder(request: Request) -> Dataset:
+    """Images in class folders. Without test/, val/ is the test set; or the option `test` sets images aside."""
+    base, spec = Path(request.path), f"folder:{request.path}"
+    layout = f"\n  layout: {FOLDER.layout}"
     if not base.is_dir():
-        raise DataError(f"folder:{path} not found: expected a folder there\n  layout: " + FOLDER.layout)
-    if test is None:
+        raise DataError(f"{spec} not found: expected a folder there{layout}")
+    alone = "test" in request.options
+    if alone:
+        found = {"train": _class_folders(base / "train" if (base / "train").is_dir() else base)}
+    else:
         found = {p: _class_folders(base / p) for p in ("train", "val", "test") if (base / p).is_dir()}
         if "test" not in found and "val" in found:
             found["test"] = found.pop("val")
-        if not found.get("train") or not found.get("test"):
-            lacking = "train" if not found.get("train") else "test"
-            raise DataError(f"folder:{path} has no images in {lacking}/<class>/\n  layout: " + FOLDER.layout)
-        if "val" in found and not found["val"]:
+        if not found.get("val", True):
             del found["val"]
-    else:
-        if not 0 < test < 1:
-            raise DataError(f"folder:{path}?test must lie between 0 and 1, got {test}")
-        found = {"train": _class_folders(base / "train" if (base / "train").is_dir() else base)}
-        if not found["train"]:
-            raise DataError(f"folder:{path} has no images in <class> folders\n  layout: " + FOLDER.layout)
+    for part in ("train",) if alone else ("train", "test"):
+        if not found.get(part):
+            raise DataError(f"{spec} has no images in {'' if alone else part + '/'}<class>/{layout}")
     classes = tuple(found["train"])
     if len(classes) < 2:
-        raise DataError(f"folder:{path} must have at least 2 classes, got {len(classes)}: {', '.join(classes)}")
-    parts = {
-        p: ([f for files in c.values() for f in files], [name for name, files in c.items() for _ in files])
-        for p, c in found.items()
-    }
+        raise DataError(f"{spec} must have at least 2 classes, got {len(classes)}: {', '.join(classes)}")
+    splits: Splits = {p: _labelled([f for files in c.values() for f in files], classes, spec) for p, c in found.items()}
+    if alone:
+        splits = set_aside(splits["train"], request)
     name = f"folder:{base.resolve().name}" + " (smoke)" * is_smoke(base)
-    if test is None:
-        return _pack(name, classes, parts, f"folder:{path}", image_size, FOLDER.source)
-    paths, names = parts["train"]
-    (y,) = encode_labels([names], classes, path)
-    aside, rest = take(y, test, split_seed, keep=1)
-    parts = {"train": ([paths[i] for i in rest], [names[i] for i in rest])}
-    parts["test"] = ([paths[i] for i in aside], [names[i] for i in aside])
-    if not len(aside):
-        raise DataError(f"folder:{path}?test={test} leaves no image for testing")
-    return _pack(name, classes, parts, f"folder:{path}", image_size, FOLDER.source)
+    return replace(_dataset(name, classes, splits, request.image_size), source=FOLDER.source)
 
 
-def load_tiny_imagenet(
-    root: str | os.PathLike[str] | None = None, *, check: bool = True, image_size: int | None = None
-) -> Dataset:
+def load_tiny_imagenet(request: Request) -> Dataset:
     """Tiny ImageNet: classes in the order of wnids.txt, named by words.txt; its validation part is the test set."""
-    base = locate(TINY_IMAGENET, root, ["tiny-imagenet-200", "tiny-imagenet", "."], ["wnids.txt"])
-    smoke = is_smoke(base)
-    wnids = _lines(base / "wnids.txt")
+    base = locate(TINY_IMAGENET, request.root, ["tiny-imagenet-200", "tiny-imagenet", "."], ["wnids.txt"])
+    smoke, annotations = is_smoke(base), base / "val" / "val_annotations.txt"
+    wnids = [plain_name(wnid, base / "wnids.txt") for wnid in read_lines(base / "wnids.txt")]
     if len(set(wnids)) != len(wnids) or len(wnids) < 2:
-        raise DataError(
-            f"{base / 'wnids.txt'} is damaged: expected different names, one a line, got {len(wnids)} lines"
-        )
-    for wnid in wnids:
-        _plain(wnid, base / "wnids.txt")
+        raise DataError(f"{base / 'wnids.txt'} is damaged: expected one class per line, got {len(wnids)} lines")
     train = {w: list_images(str(base / "train" / w / "images")) for w in wnids}
-    test_files, test_names = [], []
-    for line in _lines(base / "val" / "val_annotations.txt"):
-        words = line.split()
-        if len(words) < 2:
-            raise DataError(
-                f"{base / 'val' / 'val_annotations.txt'} is damaged: expected file, class and box, got {line[:60]!r}"
-            )
-        test_files.append(str(base / "val" / "images" / _plain(words[0], base / "val" / "val_annotations.txt")))
-        test_names.append(words[1])
-    if not test_files:
-        raise DataError(f"{base / 'val' / 'val_annotations.txt'} lists no image")
+    test = []
+    for line in read_lines(annotations):
+        file, *rest = line.split()
+        if not rest:
+            raise DataError(f"{annotations} is damaged: expected file, class and box, got {line[:60]!r}")
+        test.append((str(base / "val" / "images" / plain_name(file, annotations)), rest[0]))
+    if not test:
+        raise DataError(f"{annotations} lists no image")
     empty = [w for w, files in train.items() if not files]
     if empty:
-        raise DataError(
-            f"{base / 'train' / empty[0] / 'images'} has no images ({len(empty)} of {len(wnids)} classes are empty)"
-        )
-    if check and not smoke:
-        counts = (len(wnids), sum(map(len, train.values())), len(test_files))
-        if counts != (200, 100_000, 10_000):
-            raise DataError(
-                f"{base} is incomplete: expected 200 classes, 100,000 training and 10,000 validation images, got "
-                + ", ".join(f"{n:,}" for n in counts)
-            )
-    meaning = dict(line.split("\t", 1) for line in _lines(base / "words.txt") if "\t" in line)
+        count = f"{len(empty)} of {len(wnids)} classes are empty"
+        raise DataError(f"{base / 'train' / empty[0] / 'images'} has no images ({count})")
+    counts = (len(wnids), sum(map(len, train.values())), len(test))
+    if request.check and not smoke and counts != (200, 100_000, 10_000):
+        published = "200 classes, 100,000 training and 10,000 validation images"
+        raise DataError(f"{base} is incomplete: expected {published}, got {', '.join(f'{n:,}' for n in counts)}")
+    meaning = dict(line.split("\t", 1) for line in read_lines(base / "words.txt") if "\t" in line)
     names = [meaning.get(w, w).split(",")[0].strip() for w in wnids]
     classes = tuple(n if names.count(n) == 1 else f"{n} ({w})" for n, w in zip(names, wnids, strict=True))
     of = dict(zip(wnids, classes, strict=True))
-    parts = {
-        "train": ([f for w in wnids for f in train[w]], [of[w] for w in wnids for _ in train[w]]),
-        "test": (test_files, [of.get(w, w) for w in test_names]),
+    splits: Splits = {
+        "train": _labelled(((f, of[w]) for w, files in train.items() for f in files), classes, base),
+        "test": _labelled(((f, of.get(w, w)) for f, w in test), classes, base),
     }
-    data = _pack("tiny-imagenet" + " (smoke)" * smoke, classes, parts, str(base), image_size, TINY_IMAGENET.source)
-    # photographs: the authors' augmentation, and the mean and deviation that pretrained networks expect
-    return replace(
-        data, augment=PRESETS["photo-crop"], mean=torch.tensor(IMAGENET_MEAN), std=torch.tensor(IMAGENET_STD)
-    )
-
-
-def _lines(path: Path) -> list[str]:
-    """Non-empty lines of a text file of at most 64 MiB."""
-    return [line.strip() for line in read_bytes(path, 2**26).decode("utf-8", "replace").splitlines() if line.strip()]
-
-
-def _plain(name: str, where: Path) -> str:
-    """The name, refused when it would lead out of its folder."""
-    if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
-        raise DataError(f"{where} names {name[:80]!r}, which is not a plain file name")
-    return name
+    data = _dataset("tiny-imagenet" + " (smoke)" * smoke, classes, splits, request.image_size)
+    # photographs: the authors' augmentation, and the statistics that pretrained networks expect
+    mean, std = torch.tensor(IMAGENET_MEAN), torch.tensor(IMAGENET_STD)
+    return replace(data, augment=PRESETS["photo-crop"], mean=mean, std=std, source=TINY_IMAGENET.source)

@@ -1,4 +1,4 @@
-"""Reading image files: headers before pixels, so that nothing absurd is allocated, and many small files at once."""
+"""Reading image files: headers are checked before pixels are decoded, small files are read many at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .core import DataError, first_line
+from ..messages import first_line
+from .core import DataError, reading
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".gif", ".tif", ".tiff")
 MAX_PIXELS = 2**26  # of one image: 67 megapixels
@@ -26,9 +27,7 @@ MAX_FILE = 2**28  # bytes of one image file
 SMALL_SIDE = 64  # images up to this side are held in memory ...
 SMALL_BYTES = 4 * 2**30  # ... when all of them together stay below this
 _CHUNK = 256  # images decoded at a time
-
-
-# Named one by one, because Pillow hands some other formats to outside programs (Ghostscript for EPS)
+# Named one by one, because Pillow passes some other formats to external programs (Ghostscript for EPS)
 _FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "PPM", "GIF", "TIFF")
 
 
@@ -44,7 +43,7 @@ def _pillow() -> Any:
 def decode(data: bytes, name: str, shape: tuple[int, int] | None = None) -> np.ndarray | None:
     """uint8 (H, W, 3) of one image file's bytes; DataError naming the file when it is not a readable image.
 
-    With a shape (H, W): None for an image of another size, found out before its pixels are decoded.
+    shape: None is returned for an image of another (H, W), before its pixels are decoded
     """
     pillow = _pillow()
     try:
@@ -71,11 +70,8 @@ def read_image(path: str) -> Tensor:
 
 
 def _read(path: str) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            data = file.read(MAX_FILE + 1)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+    with reading(path), open(path, "rb") as file:
+        data = file.read(MAX_FILE + 1)
     if len(data) > MAX_FILE:
         raise DataError(f"{path} has more than {MAX_FILE:,} bytes, the limit for an image file")
     return data
@@ -91,21 +87,21 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def read_small(paths: Sequence[str], side: int | None = None) -> Tensor | None:
-    """All images in one uint8 (N, 3, H, W) tensor when they are small (SMALL_SIDE, SMALL_BYTES), else None.
+    """All images in one uint8 (N, 3, H, W) tensor if they are small (SMALL_SIDE, SMALL_BYTES), else None.
 
-    They must all have one size, unless `side` says to which square to bring them.
+    side: resize them to this square; without it they must all have one size
     """
     if not paths:
         return None
     height, width = (side, side) if side is not None else read_image(paths[0]).shape[-2:]
     if max(height, width) > SMALL_SIDE or len(paths) * 3 * height * width > SMALL_BYTES:
         return None
-    # shared memory without a name, so that forked processes can fill it
+    # anonymous shared memory, so that forked processes can fill it
     buffer = mmap.mmap(-1, max(1, len(paths) * 3 * height * width))
     out = np.frombuffer(buffer, dtype=np.uint8, count=len(paths) * 3 * height * width).reshape(-1, 3, height, width)
 
     def fill(start: int) -> str | None:
-        """Decode a chunk into its rows. None when all is well, "" for an image of another size, else what is wrong."""
+        """Decode a chunk into its rows. The answer is "" for an image of another size, else the error, or None."""
         for row in range(start, min(start + _CHUNK, len(paths))):
             try:
                 pixels = decode(_read(paths[row]), paths[row], (height, width) if side is None else None)
@@ -131,16 +127,24 @@ def cores() -> int:
 
 
 def _fill_all(fill: Callable[[int], str | None], starts: list[int]) -> str | None:
-    """Call fill on every start until one reports something, and report that.
+    """Call fill on every start until one reports a problem, and return that.
 
-    Decoding small images is mostly Python, which threads cannot share: many files are spread over forked processes.
+    Decoding small images is mostly Python, which holds the GIL: many files are spread over forked processes. Threads
+    then do what the processes left undone because of a problem, or because one was killed.
     """
     count = min(16, cores(), len(starts) // 8)
-    can_fork = sys.platform == "linux" and not multiprocessing.current_process().daemon
-    if count > 1 and can_fork:
-        reports = _in_processes(fill, [starts[k::count] for k in range(count)])
-        if reports is not None:
-            return next((r for r in reports if r is not None), None)
+    if count > 1 and sys.platform == "linux" and not multiprocessing.current_process().daemon:
+        done = mmap.mmap(-1, len(starts))  # shared; 1 for every start that went well
+
+        def work(first: int) -> None:
+            torch.set_num_threads(1)  # a forked process must not wait for the parent's threads
+            for i in range(first, len(starts), count):
+                if fill(starts[i]) is not None:
+                    return
+                done[i] = 1
+
+        _fork(work, count)
+        starts = [start for i, start in enumerate(starts) if not done[i]]
     with ThreadPoolExecutor(min(8, cores())) as pool:
         for report in pool.map(fill, starts):
             if report is not None:
@@ -149,43 +153,26 @@ def _fill_all(fill: Callable[[int], str | None], starts: list[int]) -> str | Non
     return None
 
 
-def _in_processes(fill: Callable[[int], str | None], shares: list[list[int]]) -> list[str | None] | None:
-    """What each share's process reports first; None when a process was lost."""
+def _fork(work: Callable[[int], None], count: int) -> None:
+    """work(0), ..., work(count - 1), each in a forked process."""
     fork = multiprocessing.get_context("fork")
-
-    def work(share: list[int], sender: Any) -> None:
-        torch.set_num_threads(1)  # a forked process must not wait for the parent's threads
-        sender.send(next((r for r in map(fill, share) if r is not None), None))
-
-    running = []
+    processes = [fork.Process(target=work, args=(i,), daemon=True) for i in range(count)]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"(?s).*use of fork\(\)")
-        for share in shares:
-            receiver, sender = fork.Pipe(duplex=False)
-            process = fork.Process(target=work, args=(share, sender), daemon=True)
+        for process in processes:
             process.start()
-            sender.close()  # so that a process that dies leaves an end of file
-            running.append((process, receiver))
-    reports: list[str | None] = []
     try:
-        for _, receiver in running:
-            reports.append(receiver.recv())
-    except EOFError:
-        return None
-    finally:
-        for process, receiver in running:
-            if len(reports) < len(running):
-                process.terminate()
+        for process in processes:
             process.join()
-            receiver.close()
-    return reports
+    finally:
+        for process in processes:
+            process.kill()
 
 
-def grey_if_grey(*splits: Tensor) -> list[Tensor]:
-    """One channel instead of three when in every image all three are equal."""
-    if all(torch.equal(x[:, 0], x[:, 1]) and torch.equal(x[:, 0], x[:, 2]) for x in splits):
-        return [x[:, :1].contiguous() for x in splits]
-    return list(splits)
+def gray_if_gray(x: Tensor) -> Tensor:
+    """One channel instead of three if all three are equal in every image."""
+    gray = torch.equal(x[:, 0], x[:, 1]) and torch.equal(x[:, 0], x[:, 2])
+    return x[:, :1].contiguous() if gray else x
 
 
 def list_images(folder: str) -> list[str]:
@@ -193,7 +180,6 @@ def list_images(folder: str) -> list[str]:
     found = []
     for where, folders, names in os.walk(folder):
         folders[:] = sorted(f for f in folders if not f.startswith("."))
-        found += [
-            os.path.join(where, n) for n in sorted(names) if n.lower().endswith(EXTENSIONS) and not n.startswith(".")
-        ]
+        names = sorted(n for n in names if n.lower().endswith(EXTENSIONS) and not n.startswith("."))
+        found += [os.path.join(where, n) for n in names]
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -23,12 +24,10 @@ def tiles(n: int, count: int, cells: int, seed: int) -> np.ndarray:
     return np.concatenate([shuffled(n, mix(seed, r)) for r in range(rounds)])[: count * cells].reshape(count, cells)
 
 
-def mosaic_split(split: Split, rows: int, cols: int, count: int, num_classes: int, seed: int) -> Split:
+def mosaic_split(split: Split, grid: tuple[int, int], count: int, num_classes: int, seed: int) -> Split:
     """Grids of images: x uint8 (count, C, rows·H, cols·W), y uint8 (count, classes), 1 for each class in the grid."""
-    if not isinstance(split.x, Tensor) or split.x.ndim != 4 or split.y.ndim != 1:
-        raise DataError(
-            "mosaic needs single-label images in memory: small, and all of one size (or load them with image_size=32)"
-        )
+    assert isinstance(split.x, Tensor)
+    rows, cols = grid
     n, c, h, w = split.x.shape
     within_limit(count * c * rows * h * cols * w, "the mosaic")
     chosen = torch.from_numpy(tiles(n, count, rows * cols, seed))
@@ -40,35 +39,30 @@ def mosaic_split(split: Split, rows: int, cols: int, count: int, num_classes: in
     return Split(x.view(count, c, rows * h, cols * w), y)
 
 
-def make_mosaic(
-    data: Dataset, *, grid: tuple[int, int] = (2, 2), seed: int = 0, counts: dict[str, int] | None = None
-) -> Dataset:
-    """The multi-label twin of a single-label image set; each split's mosaics come from that split's images alone."""
+def make_mosaic(data: Dataset, *, grid: tuple[int, int], seed: int, counts: Mapping[str, int]) -> Dataset:
+    """A multi-label dataset built from a single-label one; each split's mosaics come from that split's images.
+
+    grid: (rows, columns)
+    counts: part -> number of mosaics, where it differs from the number of images
+    """
     rows, cols = grid
     if not (1 <= rows <= 16 and 1 <= cols <= 16 and rows * cols > 1):
         raise DataError(f"mosaic grid must be rows x columns, up to 16 each and more than one cell, got {rows}x{cols}")
     if data.multilabel or data.kind != "images":
         what = "multi-label" if data.multilabel else {"table": "a table", "files": "large image files"}[data.kind]
         raise DataError(f"mosaic({data.name}) needs a single-label set of small images, and this is {what}")
-    splits = {}
-    for tag, part in enumerate(("train", "test", "val")):
-        split: Split | None = getattr(data, part)
-        if split is None:
-            continue
-        count = (counts or {}).get(part, len(split))
+
+    def tile(part: str, split: Split) -> Split:
+        count = counts.get(part, len(split))
         if count < 1:
             raise DataError(f"mosaic {part} must be at least 1 mosaic, got {count}")
-        splits[part] = mosaic_split(split, rows, cols, count, data.num_classes, mix(seed, tag))
-    smoke = data.name.endswith(" (smoke)")
-    name = data.name.removesuffix(" (smoke)")
-    name = "digits-mosaic" if name == "digits" else f"mosaic({name})"
+        return mosaic_split(split, grid, count, data.num_classes, mix(seed, ("train", "test", "val").index(part)))
+
+    name, smoke, _ = data.name.partition(" (smoke)")
     return replace(
-        data,
-        name=name + " (smoke)" * smoke,
+        data.map_splits(tile),
+        name=("digits-mosaic" if name == "digits" else f"mosaic({name})") + smoke,
         multilabel=True,
-        train=splits["train"],
-        test=splits["test"],
-        val=splits.get("val"),
         augment=Augment(),
         notes=(*data.notes, f"{rows}x{cols} mosaics, seed {seed}"),
     )

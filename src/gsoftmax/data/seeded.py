@@ -1,12 +1,14 @@
-"""Seeded choices that never change: splits, subsets, label noise and mosaics are made from these.
+"""Seeded random choices for splits, subsets, label noise and mosaics.
 
 They hash (seed, index) with splitmix64, so they are the same on every platform and with every version of NumPy and
-PyTorch, and a result can be repeated years later.
+PyTorch.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import torch
+from torch import Tensor
 
 
 def mix(*numbers: int) -> int:
@@ -48,3 +50,68 @@ def shuffled(n: int, seed: int) -> np.ndarray:
 def uniform(n: int, seed: int) -> np.ndarray:
     """n numbers in [0, 1), float64."""
     return np.ldexp((_hashes(n, seed) >> np.uint64(11)).astype(np.float64), -53)
+
+
+def take(y: Tensor, fraction: float, seed: int, keep: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Row positions (taken, left), both ascending: round(fraction · N) rows, stratified to within one row per class.
+
+    keep: how many rows of each class remain at least
+    Multi-label rows are not stratified.
+
+    >>> taken, left = take(torch.tensor([0] * 8 + [1] * 4), 0.25, seed=0)
+    >>> len(taken), len(left), int((taken < 8).sum())
+    (3, 9, 2)
+    """
+    n = len(y)
+    order = shuffled(n, seed)
+    if y.ndim == 2:
+        chosen = order[: round(fraction * n)]
+    else:
+        labels = y.cpu().numpy()[order]
+        groups = [order[labels == c] for c in np.unique(labels)]
+        exact = np.array([fraction * len(g) for g in groups])
+        counts = np.floor(exact + 1e-9).astype(int)
+        # largest-remainder rounding
+        short = round(fraction * n) - int(counts.sum())
+        counts[np.argsort(-(exact - counts), kind="stable")[: max(short, 0)]] += 1
+        counts = np.minimum(counts, [max(len(g) - keep, 0) for g in groups])
+        chosen = np.concatenate([g[:k] for g, k in zip(groups, counts, strict=True)])
+    mask = np.zeros(n, dtype=bool)
+    mask[chosen] = True
+    return np.flatnonzero(mask), np.flatnonzero(~mask)
+
+
+def long_tail(y: Tensor, factor: float, seed: int) -> np.ndarray:
+    """Row positions of a long-tailed subset: class c of C keeps at most max_count · factor^(-c/(C-1)) rows.
+
+    factor: ratio of the largest to the smallest class (Cui et al. 2019); 1 changes nothing
+
+    >>> y = torch.arange(3).repeat_interleave(100)
+    >>> torch.bincount(y[long_tail(y, 100.0, seed=0)]).tolist()
+    [100, 10, 1]
+    """
+    labels = y.cpu().numpy()
+    classes, counts = np.unique(labels, return_counts=True)
+    order = shuffled(len(labels), seed)
+    kept = []
+    for rank, c in enumerate(classes):
+        target = counts.max() * factor ** (-rank / max(len(classes) - 1, 1))
+        rows = order[labels[order] == c]
+        kept.append(rows[: max(1, round(target))])
+    return np.sort(np.concatenate(kept))
+
+
+def noisy(y: Tensor, fraction: float, num_classes: int, seed: int) -> Tensor:
+    """The labels with exactly round(fraction · N) of them replaced by another class, uniformly at random.
+
+    >>> y = torch.zeros(10, dtype=torch.int64)
+    >>> int((noisy(y, 0.4, 3, seed=0) != y).sum())
+    4
+    """
+    n = len(y)
+    rows = shuffled(n, mix(seed, 1))[: round(fraction * n)]
+    step = 1 + np.floor(uniform(len(rows), mix(seed, 2)) * (num_classes - 1)).astype(np.int64)
+    out = y.clone()
+    at = torch.from_numpy(rows)
+    out[at] = (y[at] + torch.from_numpy(step)) % num_classes
+    return out

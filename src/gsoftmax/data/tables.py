@@ -8,94 +8,91 @@ import re
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
+from xml.etree import ElementTree
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..catalog import ARFF, NPZ
-from .augment import Augment
-from .core import DataError, Dataset, Split, first_line, is_smoke, read_bytes, take, within_limit
+from ..messages import first_line
+from .core import (
+    PARTS,
+    DataError,
+    Dataset,
+    Request,
+    Split,
+    Splits,
+    is_smoke,
+    read_bytes,
+    reading,
+    set_aside,
+    within_limit,
+)
 
 # npz
 
 
-def load_npz(path: str, *, test: float | None = None, split_seed: int = 0) -> Dataset:
+def load_npz(request: Request) -> Dataset:
     """Arrays x_train, y_train, x_test, y_test of an .npz file, read without pickle."""
-    arrays = read_npz(Path(path))
-    if test is not None and "x_test" not in arrays and not 0 < test < 1:
-        raise DataError(f"npz:{path}?test must lie between 0 and 1, got {test}")
-    for key in ("x_train", "y_train") if test is not None else ("x_train", "y_train", "x_test", "y_test"):
+    path, spec = Path(request.path), f"npz:{request.path}"
+    arrays = read_npz(path)
+    alone = "test" in request.options
+    for key in ("x_train", "y_train") if alone else ("x_train", "y_train", "x_test", "y_test"):
         if key not in arrays:
-            raise DataError(
-                f"npz:{path} has no array {key}, only {', '.join(sorted(arrays)) or 'nothing'}\n  layout: {NPZ.layout}"
-            )
-    parts = [p for p in ("train", "val", "test") if f"x_{p}" in arrays and f"y_{p}" in arrays]
-    xs = {p: _inputs(arrays[f"x_{p}"], f"npz:{path} x_{p}") for p in parts}
-    for p in parts:
-        if xs[p].shape[1:] != xs["train"].shape[1:] or xs[p].dtype != xs["train"].dtype:
-            raise DataError(
-                f"npz:{path} x_{p} must have rows shaped {tuple(xs['train'].shape[1:])}, got {tuple(xs[p].shape[1:])}"
-            )
-    ys, classes, multilabel = _targets({p: arrays[f"y_{p}"] for p in parts}, arrays.get("names"), f"npz:{path}")
-    splits = {p: Split(xs[p], ys[p]) for p in parts}
-    if "test" not in splits and test is not None:
-        aside, rest = take(ys["train"], test, split_seed, keep=1)
-        splits["test"], splits["train"] = splits["train"].select(aside), splits["train"].select(rest)
-    for p, split in splits.items():
-        if not len(split):
-            raise DataError(f"npz:{path} has no rows in the {p} split")
+            found = ", ".join(sorted(arrays)) or "nothing"
+            raise DataError(f"{spec} has no array {key}, only {found}\n  layout: {NPZ.layout}")
+    parts = [p for p in PARTS if f"x_{p}" in arrays and f"y_{p}" in arrays]
+    xs = {p: _inputs(arrays[f"x_{p}"], f"{spec} x_{p}") for p in parts}
+    like = xs["train"]
+    for p, x in xs.items():
+        if x.shape[1:] != like.shape[1:] or x.dtype != like.dtype:
+            raise DataError(f"{spec} x_{p} must have rows shaped {tuple(like.shape[1:])}, got {tuple(x.shape[1:])}")
+    targets = _labels if arrays["y_train"].ndim == 2 else _classes
+    ys, classes = targets({p: arrays[f"y_{p}"] for p in parts}, _names(arrays.get("names"), spec), spec)
+    splits: Splits = {p: Split(xs[p], ys[p]) for p in parts}
+    if "test" not in splits:
+        splits |= set_aside(splits["train"], request)
     return Dataset(
-        name=f"npz:{Path(path).name}" + " (smoke)" * is_smoke(Path(path).parent),
-        kind="images" if xs["train"].dtype == torch.uint8 else "table",
-        classes=classes,
-        multilabel=multilabel,
-        train=splits["train"],
-        test=splits["test"],
-        val=splits.get("val"),
-        augment=Augment(),
+        f"npz:{path.name}" + " (smoke)" * is_smoke(path.parent),
+        "images" if like.dtype == torch.uint8 else "table",
+        classes,
+        targets is _labels,
+        **splits,
         source=NPZ.source,
     )
 
 
 def read_npz(path: Path) -> dict[str, np.ndarray]:
-    """All arrays of an .npz file. Object arrays (pickles) are refused, and arrays larger than their bytes can hold."""
-    arrays = {}
+    """All arrays of an .npz file, without pickles; declared sizes are checked before memory is allocated."""
+    arrays, total = {}, 0
+    if not path.exists():
+        raise DataError(f"npz:{path} not found\n  layout: {NPZ.layout}")
     try:
-        with zipfile.ZipFile(path) as archive:
-            total = 0
+        with reading(path), zipfile.ZipFile(path) as archive:
             for member in archive.infolist():
                 name = member.filename.removesuffix(".npy")
                 if name == member.filename:
                     raise DataError(f"{path} holds {name[:60]!r}, which is not an array")
                 with archive.open(member) as stream:
-                    version = np.lib.format.read_magic(stream)
-                    reader = (
-                        np.lib.format.read_array_header_1_0
-                        if version == (1, 0)
-                        else np.lib.format.read_array_header_2_0
-                    )
-                    shape, _, dtype = reader(stream)
+                    first = np.lib.format.read_magic(stream) == (1, 0)
+                    read = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
+                    shape, _, dtype = read(stream)
                 if dtype.hasobject:
-                    raise DataError(
-                        f"{path} array {name} holds Python objects, which are refused: save numbers or strings"
-                    )
+                    raise DataError(f"{path} array {name} contains Python objects: save numbers or strings instead")
                 size = math.prod(shape) * dtype.itemsize
                 total += size
                 within_limit(total, str(path))
-                # deflate shrinks at most 1032 to 1
+                # deflate compresses at most 1032:1
                 if size > member.file_size or size > 1100 * member.compress_size + 1024:
                     raise DataError(f"{path} array {name} declares {size:,} bytes but holds fewer")
                 with archive.open(member) as stream:
                     arrays[name] = np.lib.format.read_array(stream, allow_pickle=False)
     except DataError:
         raise
-    except FileNotFoundError:
-        raise DataError(f"npz:{path} not found\n  layout: {NPZ.layout}") from None
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
     except Exception as error:  # damaged archives and headers end in almost any exception
         raise DataError(f"{path} is damaged or not an .npz file: {first_line(error)}") from None
     return arrays
@@ -106,18 +103,15 @@ def _inputs(x: np.ndarray, where: str) -> Tensor:
     if x.ndim == 2:
         if x.dtype.kind not in "biuf" or x.shape[1] == 0:
             raise DataError(f"{where} must be numbers with at least one column, got {x.dtype} {x.shape}")
-        with np.errstate(over="ignore"):  # what is too large becomes infinite, and is refused below
+        with np.errstate(over="ignore"):  # overflow becomes inf and is rejected below
             table = x.astype(np.float32)
         if not np.isfinite(table).all():
-            raise DataError(
-                f"{where} must be finite, got nan or infinity in row {int(np.argwhere(~np.isfinite(table))[0, 0])}"
-            )
+            row = int(np.argwhere(~np.isfinite(table))[0, 0])
+            raise DataError(f"{where} must be finite, got nan or infinity in row {row}")
         return torch.from_numpy(table)
     if x.dtype != np.uint8 or x.ndim not in (3, 4) or 0 in x.shape[1:]:
-        raise DataError(
-            f"{where} must be a table (N, D) or uint8 images (N, H, W), (N, H, W, C) or (N, C, H, W), "
-            f"got {x.dtype} {x.shape}"
-        )
+        layouts = "a table (N, D) or uint8 images (N, H, W), (N, H, W, C) or (N, C, H, W)"
+        raise DataError(f"{where} must be {layouts}, got {x.dtype} {x.shape}")
     if x.ndim == 3:
         x = x[:, None]
     elif x.shape[3] in (1, 3):
@@ -127,47 +121,52 @@ def _inputs(x: np.ndarray, where: str) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(x))
 
 
-def _targets(
-    ys: dict[str, np.ndarray], names: np.ndarray | None, where: str
-) -> tuple[dict[str, Tensor], tuple[str, ...], bool]:
-    """Labels as tensors, class names, and whether there are several labels a row."""
-    given = None if names is None else tuple(_text(n) for n in np.atleast_1d(names).tolist())
-    first = ys["train"]
-    if names is not None and (names.ndim > 1 or names.dtype.kind not in "biuUS"):
+def _names(names: np.ndarray | None, where: str) -> tuple[str, ...]:
+    """The class names that the file gives; empty if it gives none."""
+    if names is None:
+        return ()
+    if names.ndim > 1 or names.dtype.kind not in "biuUS":
         raise DataError(f"{where} names must be (C,) strings, got {names.dtype} {names.shape}")
-    if first.ndim == 2 and first.shape[1] == 0:
-        raise DataError(f"{where} y_train must have at least 1 label, got the shape {first.shape}")
-    if first.ndim == 2:
-        for part, y in ys.items():
-            if y.ndim != 2 or y.shape[1] != first.shape[1] or not np.isin(y, (0, 1)).all():
-                raise DataError(f"{where} y_{part} must be (N, {first.shape[1]}) of 0 and 1, got {y.dtype} {y.shape}")
-        classes = given or tuple(str(i) for i in range(first.shape[1]))
-        if len(classes) != first.shape[1]:
-            raise DataError(f"{where} names has {len(classes)} entries for {first.shape[1]} labels")
-        return {p: torch.from_numpy(y.astype(np.uint8)) for p, y in ys.items()}, classes, True
+    return tuple(map(_text, np.atleast_1d(names).tolist()))
+
+
+def _labels(ys: dict[str, np.ndarray], names: tuple[str, ...], where: str) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """uint8 (N, L) of 0 and 1, and the names of the labels."""
+    count = ys["train"].shape[1]
+    if count == 0:
+        raise DataError(f"{where} y_train must have at least 1 label, got the shape {ys['train'].shape}")
+    for part, y in ys.items():
+        if y.ndim != 2 or y.shape[1] != count or not np.isin(y, (0, 1)).all():
+            raise DataError(f"{where} y_{part} must be (N, {count}) of 0 and 1, got {y.dtype} {y.shape}")
+    if names and len(names) != count:
+        raise DataError(f"{where} names has {len(names)} entries for {count} labels")
+    return {p: torch.from_numpy(y.astype(np.uint8)) for p, y in ys.items()}, names or tuple(map(str, range(count)))
+
+
+def _classes(
+    ys: dict[str, np.ndarray], names: tuple[str, ...], where: str
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """int64 (N,) class indices, and the names of the classes."""
+    kinds = {part: "integers" if y.dtype.kind in "biu" else y.dtype.kind for part, y in ys.items()}
     for part, y in ys.items():
         if y.ndim != 1 or y.dtype.kind not in "biuUS":
-            raise DataError(
-                f"{where} y_{part} must be (N,) integers or strings, or (N, L) of 0 and 1, got {y.dtype} {y.shape}"
-            )
-    values = np.unique(first)
-    if given is not None and first.dtype.kind in "biu":
-        values = np.arange(len(given))
+            accepted = "(N,) integers or strings, or (N, L) of 0 and 1"
+            raise DataError(f"{where} y_{part} must be {accepted}, got {y.dtype} {y.shape}")
+        if kinds[part] != kinds["train"]:
+            types = f"{y.dtype} and {ys['train'].dtype}"
+            raise DataError(f"{where} y_{part} must be of the same kind as y_train, got {types}")
+    numbered = bool(names) and kinds["train"] == "integers"
+    values = np.arange(len(names)) if numbered else np.unique(ys["train"])
     if len(values) < 2:
         raise DataError(f"{where} y_train must have at least 2 classes, got {len(values)}")
     out = {}
     for part, y in ys.items():
-        if y.dtype.kind != first.dtype.kind and not {y.dtype.kind, first.dtype.kind} <= set("biu"):
-            raise DataError(f"{where} y_{part} must be of the same kind as y_train, got {y.dtype} and {first.dtype}")
         at = np.searchsorted(values, y).clip(0, len(values) - 1)
         if not (values[at] == y).all():
-            stranger = y[values[at] != y][0]
-            raise DataError(
-                f"{where} y_{part} has the class {stranger!s}, which is none of the {len(values)} known ones"
-            )
+            stranger = f"the class {y[values[at] != y][0]!s}"
+            raise DataError(f"{where} y_{part} has {stranger}, which is not among the {len(values)} classes of y_train")
         out[part] = torch.from_numpy(at.astype(np.int64))
-    labels = given if given is not None and first.dtype.kind in "biu" else tuple(_text(v) for v in values.tolist())
-    return out, labels, False
+    return out, names if numbered else tuple(map(_text, values.tolist()))
 
 
 def _text(value: Any) -> str:
@@ -184,10 +183,28 @@ class Attribute:
     name: str
     values: tuple[str, ...] | None = None
 
+    @cached_property
+    def positions(self) -> dict[str, float]:
+        return {value: float(i) for i, value in enumerate(self.values or ())}
+
+    def read(self, text: str) -> float:
+        """The number, or the position among the values."""
+        try:
+            if self.values is not None:
+                return self.positions[text]
+            if math.isfinite(value := float(text)) and "_" not in text:  # Python reads 1_000, the format does not
+                return value
+        except (KeyError, ValueError):
+            pass
+        if text == "?":
+            raise ValueError(f"attribute {self.name!r} has a missing value, which is not supported") from None
+        wanted = "a finite number" if self.values is None else f"one of {{{','.join(self.values[:6])}}}"
+        raise ValueError(f"attribute {self.name!r} must be {wanted}, got {text[:40]!r}") from None
+
 
 @dataclass(frozen=True)
 class Arff:
-    """A table as read: data is float64 (rows, attributes), a nominal entry is its position among the values."""
+    """A table: data is float64 (rows, attributes), a nominal entry is its position among the values."""
 
     relation: str
     attributes: tuple[Attribute, ...]
@@ -197,31 +214,33 @@ class Arff:
 _MAX_LINE = 2**26
 _MAX_ATTRIBUTES = 2**20
 _TOKEN = re.compile(r"""\s*(?:'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)"|([^,{}'"][^,{}]*|))\s*""", re.S)
+_INDEX = re.compile(r"\s*(\d{1,9})\s+")
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r"}
 
 
-def _unescape(text: str) -> str:
-    return re.sub(r"\\(.)", lambda m: _ESCAPES.get(m[1], m[1]), text, flags=re.S) if "\\" in text else text
+def _token(text: str, at: int) -> tuple[str, int]:
+    """The value that begins at a position, bare or in quotes, and the position behind it."""
+    found = _TOKEN.match(text, at)
+    if found is None or text[found.end() : found.end() + 1] in ("'", '"'):
+        raise ValueError(f"unbalanced quotes in {text[at : at + 40]!r}")
+    single, double, bare = found.groups()
+    if bare is not None:
+        return bare.strip(), found.end()
+    quoted = single if single is not None else double
+    return re.sub(r"\\(.)", lambda m: _ESCAPES.get(m[1], m[1]), quoted, flags=re.S), found.end()
 
 
 def _values(text: str) -> list[str]:
     """Comma-separated values, each bare or in quotes."""
     if "'" not in text and '"' not in text:
         return [v.strip() for v in text.split(",")]
-    out, at = [], 0
-    while True:
-        found = _TOKEN.match(text, at)
-        if found is None:
-            raise ValueError(f"unbalanced quotes in {text[at : at + 40]!r}")
-        single, double, bare = found.groups()
-        out.append(bare.strip() if bare is not None else _unescape(single if single is not None else double))
-        at = found.end()
-        if at == len(text):
-            return out
-        if text[at] != ",":
-            wrong = "unbalanced quotes in" if text[at] in "'\"" else "expected a comma before"
-            raise ValueError(f"{wrong} {text[at : at + 40]!r}")
-        at += 1
+    out, at = [], -1
+    while at < len(text):
+        if at >= 0 and text[at] != ",":
+            raise ValueError(f"expected a comma before {text[at : at + 40]!r}")
+        value, at = _token(text, at + 1)
+        out.append(value)
+    return out
 
 
 def _name_and_rest(text: str) -> tuple[str, str]:
@@ -229,16 +248,12 @@ def _name_and_rest(text: str) -> tuple[str, str]:
     text = text.strip()
     if not text:
         raise ValueError("an attribute without a name")
-    if text[:1] in ("'", '"'):
-        found = _TOKEN.match(text)
-        if found is None or found[3] is not None:
-            raise ValueError(f"unbalanced quotes in {text[:40]!r}")
-        return _unescape(found[1] if found[1] is not None else found[2]), text[found.end() :].strip()
-    word, *rest = text.split(None, 1)
-    if "{" in word:  # a bare name directly followed by its values
-        word, brace, tail = word.partition("{")
-        rest = [brace + tail + (" " + rest[0] if rest else "")]
-    return word, rest[0] if rest else ""
+    if text[0] in "'\"":
+        name, end = _token(text, 0)
+    else:  # a brace may follow the name directly
+        end = next((i for i, c in enumerate(text) if c.isspace() or c == "{"), len(text))
+        name = text[:end]
+    return name, text[end:].strip()
 
 
 def _attribute(text: str) -> Attribute:
@@ -259,26 +274,37 @@ def read_arff(path: str | os.PathLike[str]) -> Arff:
     """Read an ARFF file line by line: dense and sparse rows, numeric and nominal attributes, quoted names, comments."""
     try:
         with open(path, encoding="utf-8-sig", errors="replace") as stream:
-            return _parse_arff(stream, str(path))
+            return parse_arff(stream, str(path))
     except OSError as error:
         raise DataError(f"arff:{path} cannot be read: {error.strerror or error}\n  layout: {ARFF.layout}") from None
 
 
-def _parse_arff(stream: TextIO, path: str) -> Arff:
-    relation = ""
+def parse_arff(stream: TextIO, path: str) -> Arff:
+    """The table in a stream; `path` is for error messages."""
+    relation, number = "", 0
     attributes: list[Attribute] = []
-    lines = _Lines(stream)
+
+    def lines() -> Iterator[str]:
+        """Lines other than blanks and comments."""
+        nonlocal number
+        while line := stream.readline(_MAX_LINE):
+            number += 1
+            if len(line) >= _MAX_LINE:
+                raise ValueError(f"more than {_MAX_LINE:,} characters")
+            line = line.strip()
+            if line and not line.startswith("%"):
+                yield line
+
     try:
-        for line in lines:
-            keyword, *rest = line.split(None, 1)
-            keyword = keyword.lower()
-            if keyword == "@relation":
-                relation = _name_and_rest(rest[0])[0] if rest else ""
-            elif keyword == "@attribute":
-                attributes.append(_attribute(rest[0] if rest else ""))
+        for line in lines():
+            keyword, rest = (*line.split(None, 1), "")[:2]
+            if keyword.lower() == "@relation":
+                relation = _name_and_rest(rest)[0] if rest else ""
+            elif keyword.lower() == "@attribute":
+                attributes.append(_attribute(rest))
                 if len(attributes) > _MAX_ATTRIBUTES:
                     raise ValueError(f"more than {_MAX_ATTRIBUTES:,} attributes")
-            elif keyword == "@data":
+            elif keyword.lower() == "@data":
                 break
             else:
                 raise ValueError(f"expected @relation, @attribute or @data, got {line[:40]!r}")
@@ -288,95 +314,39 @@ def _parse_arff(stream: TextIO, path: str) -> Arff:
             raise ValueError("there are no attributes")
         if len({a.name for a in attributes}) != len(attributes):
             raise ValueError("attribute names repeat")
-        readers = [
-            _finite if a.values is None else {v: float(i) for i, v in enumerate(a.values)}.__getitem__
-            for a in attributes
-        ]
         rows: list[np.ndarray] = []
-        for line in lines:
+        for line in lines():
             within_limit((len(rows) + 1) * len(attributes) * 8, path)
-            rows.append(_row(line, readers, attributes))
+            rows.append(_row(line, attributes))
     except DataError:
         raise
-    except (ValueError, IndexError) as error:
-        raise DataError(f"{path} line {lines.number}: {error}") from None
+    except ValueError as error:
+        raise DataError(f"{path} line {number}: {error}") from None
     return Arff(relation, tuple(attributes), np.stack(rows) if rows else np.zeros((0, len(attributes))))
 
 
-class _Lines:
-    """Lines without blanks and comments; `number` is that of the line last read."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self.stream, self.number = stream, 0
-
-    def __iter__(self) -> Iterator[str]:
-        while line := self.stream.readline(_MAX_LINE):
-            self.number += 1
-            if len(line) >= _MAX_LINE:
-                raise ValueError(f"more than {_MAX_LINE:,} characters")
-            line = line.strip()
-            if line and not line.startswith("%"):
-                yield line
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value) or "_" in text:  # Python reads 1_000, the format does not
-        raise ValueError(text)
-    return value
-
-
-def _row(line: str, readers: list[Any], attributes: list[Attribute]) -> np.ndarray:
-    row = np.zeros(len(readers))
-    if line.startswith("{"):
-        if not line.endswith("}"):
-            raise ValueError("a sparse row has no closing brace")
-        seen = set()
-        for pair in _pairs(line[1:-1]):
-            index, value = pair
-            if not 0 <= index < len(readers) or index in seen:
-                raise ValueError(f"index {index} is repeated or not below {len(readers)}")
-            seen.add(index)
-            row[index] = _read_value(readers, attributes, index, value)
-        return row
-    values = _values(line) if "," in line or "'" in line or '"' in line else line.split()
-    if len(values) != len(readers):
-        raise ValueError(f"expected {len(readers)} values, got {len(values)}")
-    try:
-        row[:] = [read(v) for read, v in zip(readers, values, strict=True)]
-    except (KeyError, ValueError):
-        for index, value in enumerate(values):  # once more, to say where
-            _read_value(readers, attributes, index, value)
-        raise
-    return row
-
-
-def _pairs(text: str) -> list[tuple[int, str]]:
-    """(index, value) of a sparse row `1 0.5, 7 'a b'`."""
-    out: list[tuple[int, str]] = []
-    at, end = 0, len(text.rstrip())
-    while at < end:
-        head = re.compile(r"\s*(\d{1,9})\s+").match(text, at)
-        found = _TOKEN.match(text, head.end()) if head else None
-        if head is None or found is None or (found.end() < end and text[found.end()] != ","):
+def _row(line: str, attributes: list[Attribute]) -> np.ndarray:
+    if not line.startswith("{"):
+        values = _values(line) if "," in line or "'" in line or '"' in line else line.split()
+        if len(values) != len(attributes):
+            raise ValueError(f"expected {len(attributes)} values, got {len(values)}")
+        return np.array([a.read(v) for a, v in zip(attributes, values, strict=True)])
+    if not line.endswith("}"):
+        raise ValueError("a sparse row has no closing brace")
+    row, seen, at = np.zeros(len(attributes)), set(), 0
+    text = line[1:-1].rstrip()
+    while at < len(text):  # `1 0.5, 7 'a b'`
+        head = _INDEX.match(text, at)
+        value, end = _token(text, head.end()) if head else ("", at)
+        if head is None or text[end : end + 1] not in ("", ","):
             raise ValueError(f"expected `index value` pairs, got {text[at : at + 40]!r}")
-        single, double, bare = found.groups()
-        out.append(
-            (int(head[1]), bare.strip() if bare is not None else _unescape(single if single is not None else double))
-        )
-        at = found.end() + 1
-    return out
-
-
-def _read_value(readers: list[Any], attributes: list[Attribute], index: int, value: str) -> float:
-    attribute = attributes[index]
-    try:
-        return float(readers[index](value))
-    except (KeyError, ValueError):
-        if value == "?":
-            raise ValueError(f"attribute {attribute.name!r} has a missing value, which is not supported") from None
-        wanted = "a finite number" if attribute.values is None else f"one of {{{','.join(attribute.values[:6])}}}"
-        raise ValueError(f"attribute {attribute.name!r} must be {wanted}, got {value[:40]!r}") from None
+        index = int(head[1])
+        if index >= len(attributes) or index in seen:
+            raise ValueError(f"index {index} is repeated or not below {len(attributes)}")
+        seen.add(index)
+        row[index] = attributes[index].read(value)
+        at = end + 1
+    return row
 
 
 def label_columns(table: Arff, path: Path, labels: int | None) -> list[int]:
@@ -387,15 +357,13 @@ def label_columns(table: Arff, path: Path, labels: int | None) -> list[int]:
             raise DataError(f"arff:{path}?labels must be from 1 to {count - 1}, got {labels}")
         return list(range(count - labels, count))
     stem = re.sub(r"[-_.]?(train|test)$", "", path.stem, flags=re.I)
-    for xml in dict.fromkeys([path.with_suffix(".xml"), path.with_name(stem + ".xml")]):
+    for xml in (path.with_suffix(".xml"), path.with_name(stem + ".xml")):
         if xml.is_file():
             position = {a.name: i for i, a in enumerate(table.attributes)}
-            names = _xml_labels(xml)
-            unknown = [n for n in names if n not in position]
-            if unknown or not names:
-                raise DataError(
-                    f"{xml} names the label {(unknown or ['(none)'])[0]!r}, which {path.name} does not have"
-                )
+            names = xml_labels(xml)
+            unknown = [n for n in names if n not in position] if names else ["(none)"]
+            if unknown:
+                raise DataError(f"{xml} names the label {unknown[0]!r}, which {path.name} does not have")
             return sorted(position[n] for n in names)
     meka = re.search(r"-C\s+(-?\d{1,7})", table.relation)
     if meka and 1 <= abs(int(meka[1])) < count:
@@ -405,45 +373,32 @@ def label_columns(table: Arff, path: Path, labels: int | None) -> list[int]:
     while first > 0 and set(table.attributes[first - 1].values or ()) == {"0", "1"}:
         first -= 1
     if first in (0, count):
-        raise DataError(
-            f"arff:{path} does not say which columns are labels: add ?labels=6 (the last six)\n  layout: {ARFF.layout}"
-        )
+        hint = "add ?labels=6 (the last six)"
+        raise DataError(f"arff:{path} does not say which columns are labels: {hint}\n  layout: {ARFF.layout}")
     return list(range(first, count))
 
 
-def _xml_labels(path: Path) -> list[str]:
+def xml_labels(path: Path) -> list[str]:
     """Label names of a MULAN XML file, nested ones included."""
-    from xml.etree import ElementTree
-
     raw = read_bytes(path, 2**24)
     if b"<!DOCTYPE" in raw or b"<!ENTITY" in raw or b"\0" in raw:  # entities could expand without bound, also in UTF-16
-        raise DataError(f"{path} has a document type, which is refused")
-    try:
+        raise DataError(f"{path} has a document type, which is not allowed")
+    with reading(path, ElementTree.ParseError, ValueError, LookupError):
         root = ElementTree.fromstring(raw)
-    except (ElementTree.ParseError, ValueError, LookupError) as error:
-        raise DataError(f"{path} is damaged: {error}") from None
     return [e.attrib["name"] for e in root.iter() if e.tag.rpartition("}")[2] == "label" and "name" in e.attrib]
 
 
-def _columns(table: Arff, labels: list[int], path: Path) -> tuple[Tensor, Tensor]:
+def columns(table: Arff, labels: list[int], path: Path) -> Split:
     """float32 (N, D) features and uint8 (N, L) labels; a nominal feature is 0/1, or one column per value beyond two."""
-    is_label = set(labels)
-    parts = []
-    width = sum(
-        len(a.values) if a.values is not None and len(a.values) > 2 else 1
-        for i, a in enumerate(table.attributes)
-        if i not in is_label
-    )
-    within_limit(len(table.data) * width * 4, str(path))
-    for i, attribute in enumerate(table.attributes):
-        if i not in is_label:
-            column = table.data[:, i]
-            if attribute.values is not None and len(attribute.values) > 2:
-                parts.append((column[:, None] == np.arange(len(attribute.values))).astype(np.float32))
-            else:
-                parts.append(column[:, None].astype(np.float32))
-    if not parts:
+    features = [(a, table.data[:, i]) for i, a in enumerate(table.attributes) if i not in set(labels)]
+    widths = [len(a.values) if a.values is not None and len(a.values) > 2 else 1 for a, _ in features]
+    within_limit(len(table.data) * sum(widths) * 4, str(path))
+    if not features:
         raise DataError(f"arff:{path} has label columns only")
+    parts = [v[:, None] if n == 1 else v[:, None] == np.arange(n) for (_, v), n in zip(features, widths, strict=True)]
+    x = np.concatenate([part.astype(np.float32) for part in parts], axis=1)
+    if not np.isfinite(x).all():
+        raise DataError(f"arff:{path} has numbers too large for float32")
     y = np.zeros((len(table.data), len(labels)), dtype=np.uint8)
     for k, i in enumerate(labels):
         attribute, column = table.attributes[i], table.data[:, i]
@@ -456,29 +411,20 @@ def _columns(table: Arff, labels: list[int], path: Path) -> tuple[Tensor, Tensor
         else:
             seen = ",".join(attribute.values[:6])
             raise DataError(f"arff:{path} label {attribute.name!r} must have the values {{0,1}}, got {{{seen}}}")
-    x = np.concatenate(parts, axis=1)
-    if not np.isfinite(x).all():
-        raise DataError(f"arff:{path} has numbers too large for float32")
-    return torch.from_numpy(x), torch.from_numpy(y)
+    return Split(torch.from_numpy(x), torch.from_numpy(y))
 
 
-def _arff_files(path: str, alone: bool) -> tuple[Path, Path | None]:
-    """The training file and, unless one file is to be split, the test file."""
-    if alone:
-        return Path(path), None
+def _pair(path: str) -> tuple[Path, Path]:
+    """The training file and the test file."""
     whole = Path(path)
     if "," in path and not whole.exists():
         first, _, second = path.partition(",")
         return Path(first.strip()), Path(second.strip())
-    train = whole
-    if not train.is_file():
-        for end in ("-train.arff", "_train.arff"):
-            candidate = whole.with_name(whole.name.removesuffix(".arff") + end)
-            if candidate.is_file():
-                train = candidate
-                break
-        else:
-            raise DataError(f"arff:{path} not found\n  layout: {ARFF.layout}")
+    stem = whole.name.removesuffix(".arff")
+    candidates = [whole, whole.with_name(f"{stem}-train.arff"), whole.with_name(f"{stem}_train.arff")]
+    train = next((file for file in candidates if file.is_file()), None)
+    if train is None:
+        raise DataError(f"arff:{path} not found\n  layout: {ARFF.layout}")
     test = train.with_name(re.sub(r"train(\.arff)?$", r"test\1", train.name))
     if test == train or not test.is_file():
         what = "has no test file beside it: give two, or set rows aside with ?test=0.3"
@@ -486,33 +432,26 @@ def _arff_files(path: str, alone: bool) -> tuple[Path, Path | None]:
     return train, test
 
 
-def load_arff(path: str, *, labels: int | None = None, test: float | None = None, split_seed: int = 0) -> Dataset:
+def load_arff(request: Request) -> Dataset:
     """A multi-label table from one or two ARFF files."""
-    if test is not None and not 0 < test < 1:
-        raise DataError(f"arff:{path}?test must lie between 0 and 1, got {test}")
-    train_file, test_file = _arff_files(path, alone=test is not None)
+    alone = "test" in request.options
+    train_file, test_file = (Path(request.path),) * 2 if alone else _pair(request.path)
     table = read_arff(train_file)
-    columns = label_columns(table, train_file, labels)
-    train = Split(*_columns(table, columns, train_file))
-    if test_file is None:
-        assert test is not None
-        aside, rest = take(train.y, test, split_seed)
-        held, train = train.select(aside), train.select(rest)
+    chosen = label_columns(table, train_file, request.options.get("labels"))
+    splits: Splits = {"train": columns(table, chosen, train_file)}
+    if alone:
+        splits = set_aside(splits["train"], request)
     else:
         second = read_arff(test_file)
         if second.attributes != table.attributes:
-            raise DataError(f"{test_file} must have the very attributes of {train_file.name}, and some differ")
-        held = Split(*_columns(second, columns, test_file))
-    for what, split in ((train_file, train), (test_file or train_file, held)):
-        if not len(split):
-            raise DataError(f"{what} has no rows for the {'train' if split is train else 'test'} split")
+            raise DataError(f"{test_file} must have the same attributes as {train_file.name}")
+        splits["test"] = columns(second, chosen, test_file)
     stem = re.sub(r"[-_]train$", "", train_file.stem)
     return Dataset(
-        name=f"arff:{stem}" + " (smoke)" * is_smoke(train_file.parent),
-        kind="table",
-        classes=tuple(table.attributes[i].name for i in columns),
+        f"arff:{stem}" + " (smoke)" * is_smoke(train_file.parent),
+        "table",
+        tuple(table.attributes[i].name for i in chosen),
         multilabel=True,
-        train=train,
-        test=held,
+        **splits,
         source=ARFF.source,
     )
