@@ -1,4 +1,4 @@
-"""Settings of the documentation: `make docs` writes docs/_build/html.  Nothing here asks the network."""
+"""Sphinx configuration: `make docs` writes docs/_build/html, without network access."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from types import ModuleType
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent / "src"), str(HERE / "_extensions")]
 
-from gsoftmax import __version__  # noqa: E402 - found by the line above
+from gsoftmax import __version__  # noqa: E402 - needs the path above
 
-# Adapters inherit from these; importing them takes longer than building the site.  (autodoc_mock_imports would not do:
-# autodoc looks for the source of a base class by importing its module.)
+# Stubs of base classes whose import takes longer than building the site.  (autodoc_mock_imports does not work here:
+# autodoc imports the module of a base class to read its source.)
 for name, parts in {
     "lightning": {},
     "lightning.pytorch": {"Callback": type("Callback", (), {})},
@@ -34,13 +34,13 @@ myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}
-autodoc_inherit_docstrings = False  # torch's words on forward() say nothing about ours
+autodoc_inherit_docstrings = False  # torch's docstring of forward() does not describe ours
 autodoc_typehints_format = "short"
 toc_object_entries_show_parents = "hide"
 maximum_signature_line_length = 100
 
 nitpicky = True
-# Other people's types are named and not linked: the lists of their names would have to be fetched.
+# Types of other libraries are not linked: their inventories would have to be downloaded.
 OTHERS = "collections|concurrent|contextlib|nn|numpy|os|pathlib|torch|torchmetrics|typing"
 nitpick_ignore_regex = [("py:.*", rf"({OTHERS})\..*|DeviceMesh|Tensor")]
 

@@ -1,8 +1,5 @@
-"""Every test starts from the same random state, so that a failure comes back when its test is run again.
-
-What the tests see does not depend on how a machine is set up, either: variables that the package, its command line or
-its figures listen to are taken out of the environment.
-"""
+"""Reproducible tests: a fixed random state, and no environment variables that affect the package, its command line or
+its figures."""
 
 from __future__ import annotations
 
@@ -14,17 +11,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# a folder of datasets, a place among processes (as schedulers of clusters set it), colours, the terminal's width
+# the dataset folder, variables of torchrun and cluster schedulers, colours, terminal width
 for name in ("GSOFTMAX_DATA", "RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "FORCE_COLOR", "COLUMNS"):
     os.environ.pop(name, None)
 
-# Workers of pytest-xdist share the cores: threads without a core of their own keep the others waiting.  Processes that
-# tests start do as their worker does.
+# Workers of pytest-xdist share the cores, so each uses its share of threads, and so do the processes it starts.
 threads = max(1, min(4, torch.get_num_threads() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
 torch.set_num_threads(threads)
 os.environ["OMP_NUM_THREADS"] = str(threads)
 
-# EXPLORE=1 lets Hypothesis look at new examples in every run.  A busy machine is no reason to fail.
+# EXPLORE=1: Hypothesis tries new examples in every run.  No deadlines: the machine may be busy.
 SLOW = [HealthCheck.too_slow]
 settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=SLOW)
 settings.register_profile("new", deadline=None, print_blob=True, suppress_health_check=SLOW)

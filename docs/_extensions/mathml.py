@@ -1,4 +1,4 @@
-"""Equations as MathML, written when the site is built: browsers draw it themselves, without a script or a request."""
+"""Renders equations as MathML when the site is built; browsers display it without JavaScript."""
 
 from __future__ import annotations
 
