@@ -194,7 +194,7 @@ def test_plain_onnx_export_takes_the_attached_model(tmp_path):
 
 
 def test_a_batch_of_one_is_no_example_of_any_batch():
-    with pytest.raises(ValueError, match=r"example must hold a batch of two or more, .* got shapes \[\(1, 16\)\]"):
+    with pytest.raises(ValueError, match=r"example must be a batch of two or more, .* got shapes \[\(1, 16\)\]"):
         to_program(HEADS["gsoftmax"](), torch.randn(1, 16))
     program = to_program(HEADS["gsoftmax"](), torch.randn(1, 16), dynamic_batch=False)
     assert program.module()(torch.randn(1, 16)).shape == (1, CLASSES)

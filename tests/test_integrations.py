@@ -323,7 +323,7 @@ def test_a_model_without_a_head_is_told_so(tmp_path):
     model = _Plain()
     model.net = nn.Sequential(nn.Linear(8, 3))
     trainer = _trainer(model, tmp_path)
-    with pytest.raises(ValueError, match="_Plain has no head of this package: attach"):
+    with pytest.raises(ValueError, match="_Plain has no gsoftmax head: call attach"):
         trainer.compute_loss(model, {"image": torch.zeros(2, 8), "labels": torch.tensor([0, 1])})
 
 

@@ -1,4 +1,4 @@
-"""Deploy without this package: heads as plain modules, programs of `torch.export`, ONNX files."""
+"""Export: models as plain PyTorch modules, `torch.export` programs and ONNX files."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from .attachment import replace_modules
 from .gaussians import GaussianLogits
 from .heads import GSoftmaxHead, SoftmaxHead
 from .losses import GSoftmaxLoss, MultiLabelGSoftmaxLoss
@@ -20,13 +21,15 @@ __all__ = ["fold", "to_onnx", "to_program"]
 
 
 def fold(module: nn.Module) -> nn.Module:
-    """A copy, in evaluation mode, in which every module of this package is made of plain PyTorch ones.
+    """A copy in evaluation mode in which every module of this package is replaced by plain PyTorch modules.
 
     A softmax or L-softmax head becomes an `nn.Linear`, a G-softmax head an `nn.Sequential` of an `nn.Linear` (which
-    quantisation and pruning tools find) and an fx module that computes z = x + lam / 2 erfc((mu - x) / (sigma sqrt 2));
-    at lam = 0 only the linear layer remains.  A loss becomes the layer x -> z of its `logits`, to put after the model.
-    The copy can be pickled, loaded where this package is missing (`torch.load(..., weights_only=False)`), compiled and
-    exported.  mu and sigma are frozen into buffers.
+    quantization and pruning tools recognize) and an fx module for z = x + lam / 2 erfc((mu - x) / (sigma sqrt 2)); at
+    lam = 0 only the linear layer remains.  A loss becomes the layer x -> z of its `logits`, to put after the model.
+    The copy can be compiled, exported and pickled, and loaded without this package
+    (`torch.load(..., weights_only=False)`).  mu and sigma are frozen into buffers.
+
+    module: a model, head, layer or loss; it is not changed
 
     >>> fold(GSoftmaxHead(8, 3, lam=0.5))
     Sequential(
@@ -39,21 +42,17 @@ def fold(module: nn.Module) -> nn.Module:
     plain = _plain(module)
     if plain is None:
         plain = copy.deepcopy(module)
-        replaced = {id(m): new for m in plain.modules() if (new := _plain(m)) is not None}
-        for parent in list(plain.modules()):
-            for key, child in parent._modules.items():
-                if id(child) in replaced:
-                    setattr(parent, key, replaced[id(child)])
+        replace_modules(plain, {m: new for m in plain.modules() if (new := _plain(m)) is not None})
     return plain.eval()
 
 
 def to_program(model: nn.Module, example: Any, *, dynamic_batch: bool = True) -> torch.export.ExportedProgram:
-    """`torch.export` of the folded model: once saved (`torch.export.save(program, "model.pt2")`), it needs neither this
+    """`torch.export` of the folded model; saved with `torch.export.save(program, "model.pt2")` it needs neither this
     package nor the model's own code.
 
-    example: inputs of a batch of two or more, as a tensor, a tuple of arguments or a mapping of keyword arguments.
-    Dimension 0 of every one is the batch, and of any size in the program unless `dynamic_batch` is false.  Where the
-    model returns an object with `logits`, as transformers do, the program returns those.
+    model: any model; if it returns an object with `logits`, as in transformers, the program returns those
+    example: inputs for a batch of two or more, as a tensor, a tuple of arguments or a mapping of keyword arguments
+    dynamic_batch: make dimension 0 of every input, the batch, dynamic
 
     >>> program = to_program(GSoftmaxHead(8, 3), torch.zeros(2, 8))
     >>> program.module()(torch.zeros(5, 8)).shape
@@ -72,8 +71,9 @@ def to_onnx(
 ) -> None:
     """Write the folded model as an ONNX file.  Needs the packages `onnx` and `onnxscript`.
 
-    example, dynamic_batch: see `to_program`; options go to `torch.onnx.export`: input_names, output_names,
-    external_data, ...
+    model, example, dynamic_batch: as in `to_program`
+    path: the file to write
+    options: of `torch.onnx.export`: input_names, output_names, external_data, ...
     """
     program = to_program(model, example, dynamic_batch=dynamic_batch)
     if dynamic_batch:
@@ -88,20 +88,20 @@ def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> Any:
-    """`dynamic_shapes` that leave dimension 0 of every tensor open."""
+    """`dynamic_shapes` that make dimension 0 of every tensor dynamic."""
     tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.ndim]
     sizes = {len(v) for v in tensors}
     if len(sizes) != 1 or min(sizes) < 2:
         raise ValueError(
-            "example must hold a batch of two or more, the same in every input, for a program of any batch size, "
+            "example must be a batch of two or more, of the same size in every input, for a dynamic batch size, "
             f"got shapes {[tuple(v.shape) for v in tensors]}"
         )
-    open_batch = [{0: batch} if isinstance(v, Tensor) and v.ndim else None for v in (*args, *kwargs.values())]
-    return dict(zip(kwargs, open_batch, strict=True)) if kwargs else tuple(open_batch)
+    dynamic = [{0: batch} if isinstance(v, Tensor) and v.ndim else None for v in (*args, *kwargs.values())]
+    return dict(zip(kwargs, dynamic, strict=True)) if kwargs else tuple(dynamic)
 
 
 def _plain(module: nn.Module) -> nn.Module | None:
-    """`module` in plain PyTorch, or None if it is none of ours."""
+    """`module` in plain PyTorch, or None if it is not from this package."""
     if isinstance(module, GaussianLogits):
         return _term(module, classes_last=False) if module.lam else nn.Identity()
     if not isinstance(module, SoftmaxHead):
@@ -110,7 +110,7 @@ def _plain(module: nn.Module) -> nn.Module | None:
     if isinstance(module, GSoftmaxHead) and module.lam:
         parts["gaussians"] = _term(module.gaussians, classes_last=True)
     if module.out_features != module.num_classes:
-        parts["unflatten"] = nn.Unflatten(-1, (2, module.num_classes))  # absence and presence of every label
+        parts["unflatten"] = nn.Unflatten(-1, (2, module.num_classes))  # absence and presence of each label
     return nn.Sequential(OrderedDict(parts)) if len(parts) > 1 else parts["linear"]
 
 
@@ -123,13 +123,13 @@ def _linear(head: SoftmaxHead) -> nn.Linear:
 
 
 def _term(gaussians: GaussianLogits, classes_last: bool) -> fx.GraphModule:
-    """z from x, as a graph of torch functions; it pickles as their source, so it needs no class of ours."""
+    """z from x as a graph of torch functions, which is pickled as source and needs no class of this package."""
     root, graph = nn.Module(), fx.Graph()
     sigma = gaussians.sigma.detach().clone()
     root.register_buffer("mu", gaussians.mu.detach().to(sigma.dtype, copy=True))
     root.register_buffer("sigma", sigma)
 
-    x = graph.placeholder("x")  # half precision meets mu in float32 and is promoted
+    x = graph.placeholder("x")  # mu in float32 promotes half precision
     rows = x if classes_last else graph.call_function(torch.movedim, (x, 1, -1))
     u = graph.call_function(torch.sub, (rows, graph.get_attr("mu")))
     u = graph.call_function(torch.div, (u, graph.get_attr("sigma")))

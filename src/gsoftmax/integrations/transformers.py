@@ -1,4 +1,4 @@
-"""Hugging Face `Trainer`: a mix-in that trains an attached head by its own loss and keeps its Gaussians from decay."""
+"""Hugging Face `Trainer`: a mixin that trains an attached head with its own loss, and its Gaussians without decay."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attachment import attached_loss, head_of
-from ..gaussians import GaussianLogits, check_optimised, param_groups
+from ..attachment import RowsError, forward_with_loss, head_of
+from ..gaussians import check_optimised, named_gaussians, param_groups
 from ..heads import SoftmaxHead
 
 __all__ = ["GSoftmaxTrainerMixin"]
 
 
 class GSoftmaxTrainerMixin:
-    """`class MyTrainer(GSoftmaxTrainerMixin, Trainer)`: for a model after `attach(model, ...)`.
+    """`class MyTrainer(GSoftmaxTrainerMixin, Trainer)`, for a model after `attach(model, ...)`.
 
-    Without it `Trainer` works too, on the z that the model gives.  With it
+    `Trainer` also works without it, on the z that the model returns.  With it
 
-    * the loss is `head.loss(h, labels)`, which L-softmax needs for its margin and which never holds all logits of a
-      training batch at once; label smoothing, `num_items_in_batch`, gradient accumulation and label names are
-      `Trainer`'s;
-    * mu and rho have optimiser groups of their own, from `gsoftmax.param_groups`: no decay, `lr_mult` times the rate;
-    * logs hold the means of mu and sigma.
+    * the loss is `head.loss(h, labels)`, which L-softmax needs for its margin and which never stores all logits of a
+      training batch at once; label smoothing, `num_items_in_batch`, gradient accumulation and label names work as in
+      `Trainer`;
+    * mu and rho have their own optimizer groups, from `gsoftmax.param_groups`: no decay, `lr_mult` times the rate;
+    * logs contain the means of mu and sigma; Gaussians that a given optimizer lacks cause a warning.
 
-    Floating-point labels go to the head if it has a multi-label form, or if they are probabilities of classes, which
-    `config.problem_type = "single_label_classification"` says; otherwise they mean to a transformers model what they
-    always did.  Where the head cannot take the loss (a model that chooses among its outputs afterwards, as GPT-2 for
-    sequences does; several heads; `compute_loss_func`; `torch_compile`; `nn.DataParallel`) it is `Trainer`'s loss on z,
-    the same number.
+    Floating-point labels go to the head if it has a multi-label form, or if they are probabilities of classes, as
+    declared by `config.problem_type = "single_label_classification"`; otherwise transformers' own loss handles them.
+    Where the head cannot compute the loss (a model that selects among its outputs afterwards, such as GPT-2 for
+    sequences; several heads; `compute_loss_func`; `torch_compile`; `nn.DataParallel`), it is `Trainer`'s loss of z, the
+    same number.
 
     >>> class NoTrainer:                        # stands for transformers.Trainer
     ...     model, model_accepts_loss_kwargs = nn.Sequential(nn.Linear(4, 3)), True
@@ -42,7 +42,7 @@ class GSoftmaxTrainerMixin:
     True
     """
 
-    _chooses_among_outputs = False  # found out at the first batch
+    _selects_outputs = False  # known after the first batch
 
     def compute_loss(
         self,
@@ -52,7 +52,10 @@ class GSoftmaxTrainerMixin:
         num_items_in_batch: Tensor | int | None = None,
         **options: Any,
     ) -> Any:
-        """The loss of a batch, or (loss, outputs): see `Trainer.compute_loss`."""
+        """The loss of a batch, or (loss, outputs).
+
+        model, inputs, return_outputs, num_items_in_batch, options: as in `Trainer.compute_loss`
+        """
         label = self._label_name(inputs)
         target = None if label is None else inputs[label]
         past = getattr(getattr(self, "args", None), "past_index", -1)  # transformers 4
@@ -60,18 +63,14 @@ class GSoftmaxTrainerMixin:
             if not getattr(self, "model_accepts_loss_kwargs", True):
                 num_items_in_batch = None  # then Trainer divides by the number of accumulated batches
             rest = {k: v for k, v in inputs.items() if k != label}
-            keep = return_outputs or past >= 0
-            handle = head_of(model).register_forward_pre_hook(_refuse_other_shape(head_of(model), target))
             try:
-                loss, outputs = self._head_loss(model, rest, target, keep, num_items_in_batch)
-            except _OtherShapeError:
-                self._chooses_among_outputs = True
+                loss, outputs = self._head_loss(model, rest, target, return_outputs or past >= 0, num_items_in_batch)
+            except RowsError:
+                self._selects_outputs = True
             else:
                 if past >= 0:
                     self._past = outputs[past]
                 return (loss, outputs) if return_outputs else loss
-            finally:
-                handle.remove()
         if model.training and any(isinstance(m, SoftmaxHead) and m.needs_target for m in model.modules()):
             raise ValueError(
                 f"an L-softmax head in {type(model).__name__} cannot be trained here: its margin needs one target for "
@@ -82,7 +81,7 @@ class GSoftmaxTrainerMixin:
         return super().compute_loss(model, inputs, return_outputs=return_outputs, **options)  # type: ignore[misc]
 
     def _label_name(self, inputs: Mapping[str, Any]) -> str | None:
-        """The one input that is the target; several, as start and end of an answer, are the model's own business."""
+        """The only label among the inputs; several, such as start and end of an answer, are left to the model."""
         names = getattr(self, "label_names", None) or ["labels"]
         found = [name for name in names if inputs.get(name) is not None]
         return found[0] if len(found) == 1 else None
@@ -90,15 +89,15 @@ class GSoftmaxTrainerMixin:
     def _takes_head_loss(self, model: nn.Module, target: Any) -> bool:
         heads = [m for m in model.modules() if isinstance(m, SoftmaxHead)]
         if not heads:
-            head_of(model)  # says what to do
+            head_of(model)  # raises an error that says what to do
         args = getattr(self, "args", None)
         if (
             len(heads) > 1
             or not isinstance(target, Tensor)
-            or self._chooses_among_outputs
+            or self._selects_outputs
             or getattr(self, "compute_loss_func", None) is not None
-            or getattr(args, "torch_compile", False)  # which fuses cross entropy of z by itself
-            or getattr(args, "n_gpu", 1) > 1  # copies of the model, which the head in this one knows nothing of
+            or getattr(args, "torch_compile", False)  # which fuses cross entropy of z itself
+            or getattr(args, "n_gpu", 1) > 1  # copies of the model, with heads of their own
         ):
             return False
         if heads[0].form is not None:
@@ -115,26 +114,26 @@ class GSoftmaxTrainerMixin:
         smoother = getattr(self, "label_smoother", None)
         smoothing = 0.0 if smoother is None else float(smoother.epsilon)
         reduction = "mean" if items is None else "sum"
-        options: dict[str, Any] = {"label_smoothing": smoothing, "reduction": reduction}
-        outputs: Any = None
-        if keep:
-            loss, outputs = _loss_and_outputs(model, inputs, target, **options)
-        else:
-            loss = attached_loss(model, inputs, target, **options)  # type: ignore[assignment]
+        _, loss, outputs = forward_with_loss(
+            model, inputs, target, keep_outputs=keep, label_smoothing=smoothing, reduction=reduction
+        )
         if items is not None:
-            head = head_of(model)
-            # Trainer counted every entry of the labels; a row of probabilities is one item.
-            per_item = target.shape[-1] if target.is_floating_point() and head.form is None else 1
+            # Trainer counts every entry of the labels; a row of probabilities is one item.
+            per_item = target.shape[-1] if target.is_floating_point() and head_of(model).form is None else 1
             loss = loss * per_item / (items.to(loss.device) if isinstance(items, Tensor) else items)
-            args = getattr(self, "args", None)
-            if getattr(args, "average_tokens_across_devices", False):
-                # the items are those of all processes, whose gradients are averaged
+            if getattr(getattr(self, "args", None), "average_tokens_across_devices", False):
+                # items counts all processes, whose gradients are averaged
                 copies = getattr(self, "get_tp_size", lambda: 1)()
                 loss = loss * (self.accelerator.num_processes // copies)  # type: ignore[attr-defined]
+        # Trainer takes predictions from a dict, or from what follows the loss in a tuple.
+        if isinstance(outputs, Tensor):
+            outputs = {"logits": outputs}
+        elif isinstance(outputs, tuple):
+            outputs = (loss, *outputs)
         return loss, outputs
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """`Trainer`'s optimiser, with the Gaussians in groups of their own; one that was handed in stays as it is."""
+        """`Trainer`'s optimizer with the Gaussians in groups of their own; a user-supplied optimizer is not changed."""
         ours = getattr(self, "optimizer", None) is None
         optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         model = next(iter(args), kwargs.get("model")) or self.model  # type: ignore[attr-defined]
@@ -144,63 +143,21 @@ class GSoftmaxTrainerMixin:
         return optimizer
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Adds mu_mean and sigma_mean to the logs of training steps."""
-        if "loss" in logs:
+        """Add mu_mean and sigma_mean to the logs of training steps.
+
+        logs: values by name, as in `Trainer.log`
+        """
+        found = [g for _, g in named_gaussians(self.model)] if "loss" in logs else []  # type: ignore[attr-defined]
+        if found:
             with torch.no_grad():
-                found = [m for m in self.model.modules() if isinstance(m, GaussianLogits)]  # type: ignore[attr-defined]
-                if found:
-                    logs["mu_mean"] = float(torch.cat([m.mu.float() for m in found]).mean())
-                    logs["sigma_mean"] = float(torch.cat([m.sigma.float() for m in found]).mean())
+                logs["mu_mean"] = float(torch.cat([g.mu.float() for g in found]).mean())
+                logs["sigma_mean"] = float(torch.cat([g.sigma.float() for g in found]).mean())
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
 
-class _OtherShapeError(Exception):
-    """The head is called on other rows than there are labels."""
-
-
-def _refuse_other_shape(head: SoftmaxHead, target: Tensor) -> Any:
-    def check(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        rows = target.shape[:-1] if target.is_floating_point() or head.form is not None else target.shape
-        if args[0].shape[:-1] != rows:
-            raise _OtherShapeError
-
-    return check
-
-
-def _loss_and_outputs(model: nn.Module, inputs: dict[str, Any], target: Tensor, **options: Any) -> tuple[Tensor, Any]:
-    """The head's loss and all that the model returns, z with its gradient."""
-    head = head_of(model)
-    taken: list[Tensor] = []
-
-    def take(module: nn.Module, args: tuple[Tensor, ...], z: Tensor) -> None:
-        handle.remove()  # the loss may call the head
-        tracking = [m for m in head.modules() if isinstance(m, GaussianLogits) and m.training]
-        for m in tracking:
-            m.training = False  # tracked Gaussians have made their step in forward
-        try:
-            taken.append(head.loss(args[0], target, **options))
-        finally:
-            for m in tracking:
-                m.training = True
-
-    handle = head.register_forward_hook(take)
-    try:
-        outputs = model(**inputs)
-    finally:
-        handle.remove()
-    if not taken:
-        raise ValueError(f"forward of {type(model).__name__} never called its head")
-    # Trainer takes predictions from a dict, or from what follows the loss in a tuple.
-    if isinstance(outputs, Tensor):
-        outputs = {"logits": outputs}
-    elif isinstance(outputs, tuple):
-        outputs = (taken[0], *outputs)
-    return taken[0], outputs
-
-
 def _regroup(optimizer: torch.optim.Optimizer, model: nn.Module, lr: float) -> None:
-    """Moves mu and rho from the groups they are in to those of `param_groups`."""
-    gaussians = {id(p) for m in model.modules() if isinstance(m, GaussianLogits) for p in m.parameters(recurse=False)}
+    """Move mu and rho from their groups to those of `param_groups`."""
+    gaussians = {id(p) for _, g in named_gaussians(model) for p in g.parameters(recurse=False)}
     held = {id(p) for group in optimizer.param_groups for p in group["params"]} & gaussians
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if id(p) not in held]
