@@ -139,7 +139,7 @@ def test_a_checkpoint_of_two_processes_resumes_on_three(tmp_path):
     assert "gsoftmax: stopped in epoch 2, after batch" in done.stderr, done.stderr
     assert "run the same command with --resume to continue" in done.stderr
     refused = processes.torchrun(2, processes.gsoftmax, *argv, cwd=tmp_path)  # no --resume
-    assert refused.returncode == 2 and refused.stderr.count("gsoftmax: run already holds a run; --resume") == 1
+    assert refused.returncode == 2 and refused.stderr.count("gsoftmax: run already contains a run") == 1
     done = processes.torchrun(3, processes.gsoftmax, *argv, "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     one = single(tmp_path, ["head=gsoftmax", "epochs=4"])

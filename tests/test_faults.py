@@ -70,7 +70,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(damage, undistur
         newest.write_bytes(content)
     else:
         newest.write_bytes(older.read_bytes())
-    with pytest.warns(UserWarning, match="epoch-000002.* was passed over: its content does not match its name"):
+    with pytest.warns(UserWarning, match="epoch-000002.* was skipped: its content does not match its name"):
         train.train(config, folder, resume=True)
     assert outputs(folder) == outputs(undisturbed)
     assert [r["epoch"] for r in runs.read_rows(folder) if "final" not in r] == [1, 2, 3]
@@ -90,7 +90,7 @@ def test_without_a_good_checkpoint_a_run_begins_again(undisturbed, tmp_path):
         train.train(config, folder, progress=_stop_in_epoch(3))
     for path in checkpoints(folder):
         path.write_bytes(b"nothing")
-    with pytest.warns(UserWarning, match="was passed over"):
+    with pytest.warns(UserWarning, match="was skipped"):
         train.train(config, folder, resume=True)
     assert outputs(folder) == outputs(undisturbed)
 
@@ -101,7 +101,7 @@ def test_damaged_checkpoints_do_not_push_out_new_ones(tmp_path):
         train.train(config, folder, progress=_stop_in_epoch(5))
     for path in checkpoints(folder):
         path.write_bytes(b"nothing")
-    with pytest.warns(UserWarning, match="was passed over"), pytest.raises(InterruptedError):
+    with pytest.warns(UserWarning, match="was skipped"), pytest.raises(InterruptedError):
         train.train(config, folder, resume=True, progress=_stop_in_epoch(3))
     good = [p.name[:12] for p in checkpoints(folder) if p.suffix == ".pt"]
     assert good == ["epoch-000001", "epoch-000002"]
@@ -297,8 +297,8 @@ def test_a_signal_during_the_last_evaluation_reaches_whoever_comes_next(tmp_path
         os.kill(os.getpid(), signal.SIGINT)
         return original(*args)
 
-    original = evaluation.evaluate
-    monkeypatch.setattr(evaluation, "evaluate", evaluate)
+    original = evaluation.Evaluator.evaluate
+    monkeypatch.setattr(evaluation.Evaluator, "evaluate", evaluate)
     with pytest.raises(KeyboardInterrupt):
         train.train(QUICK, tmp_path / "run")
     assert runs.read_result(tmp_path / "run")

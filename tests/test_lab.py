@@ -40,7 +40,7 @@ QUICK = Config(epochs=3, train_fraction=0.3, batch_size=64, threads=1, device="c
         ({"lr": -1}, "lr must be a number, 0 or more, got -1"),
         ({"amp": "bf17"}, "amp must be one of off, bf16, fp16, got 'bf17'"),
         ({"schedule.name": "stairs"}, "schedule name must be one of constant, .* got 'stairs'"),
-        ({"lr.x": 1}, "'lr' holds 0.1 and has no 'x' inside"),
+        ({"lr.x": 1}, "'lr' is 0.1, not a dictionary: it has no key 'x'"),
     ],
 )
 def test_configuration_mistakes(changes, words):
@@ -166,7 +166,7 @@ def test_a_run_folder_describes_itself_and_is_not_overwritten(tmp_path):
     own = np.array([x.numpy()[truth == c, c].std() for c in range(10)])
     assert result["compactness"] == pytest.approx((1 / own).mean(), rel=1e-9)
 
-    with pytest.raises(ValueError, match="already holds a run; --resume goes on with it"):
+    with pytest.raises(ValueError, match="already contains a run; continue it with --resume"):
         train.train(QUICK, tmp_path / "run")
     with pytest.raises(ValueError, match="contains a run with epochs=3, not epochs=4; head="):
         train.train(QUICK.override({"epochs": 4}), tmp_path / "run", resume=True)

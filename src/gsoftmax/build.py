@@ -31,7 +31,7 @@ from .distributed import ALONE, World
 from .gaussians import param_groups
 from .messages import first_line, unknown
 
-AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+__all__ = ["Network", "Parts", "load_data", "network", "optimizer", "prepare", "schedule"]
 
 
 # --------------------------------------------------------------------------------------------------- data and device
@@ -70,16 +70,9 @@ def train_batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs and targets of this process's share of an epoch's batches, without the first `skip`."""
     augment = None if config.augment is None else data_room.Augment.parse(config.augment)
+    options: Any = {"shard": world, "channels_last": config.channels_last, "workers": config.workers, "skip": skip}
     return data_room.train_batches(
-        dataset,
-        config.batch_size,
-        seed=config.seed,
-        epoch=epoch,
-        augment=augment,
-        skip=skip,
-        shard=world.share,
-        channels_last=config.channels_last,
-        workers=config.workers,
+        dataset, config.batch_size, seed=config.seed, epoch=epoch, augment=augment, **options
     )
 
 
@@ -149,16 +142,10 @@ class Network(nn.Module):
 def backbone(config: Config, dataset: Dataset) -> Any:
     """The configured backbone with its initial weights, a module with `num_features`."""
     name = config.backbone or {"images": "cnn", "table": "mlp", "files": "resnet101"}[dataset.kind]
+    options: Any = {"pool": config.pool, "pretrained": config.pretrained, "weights": config.weights}
     torch.manual_seed(mix(config.seed, 1))
     try:
-        return backbones.create(
-            name,
-            input_shape=dataset.input_shape,
-            pool=config.pool,
-            pretrained=config.pretrained,
-            weights=config.weights,
-            **config.backbone_options,
-        )
+        return backbones.create(name, input_shape=dataset.input_shape, **options, **config.backbone_options)
     except (TypeError, RuntimeError) as error:
         raise ValueError(f"backbone_options of {name}: {first_line(error)}") from None
 
@@ -207,12 +194,11 @@ def network(config: Config, dataset: Dataset, device: torch.device | None = None
 
 def autocast(config: Config, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
     """The context of mixed precision, in training and evaluation."""
-    dtype = AMP[config.amp]
-    if dtype is None:
+    if config.amp == "off":
         return nullcontext
-    # no cache of cast weights: CUDA graphs would replay stale casts
-    captured = config.cuda_graphs and device.type == "cuda"
-    return functools.partial(torch.autocast, device.type, dtype, cache_enabled=not captured)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[config.amp]
+    cached = not (config.cuda_graphs and device.type == "cuda")  # CUDA graphs would replay stale casts of the weights
+    return functools.partial(torch.autocast, device.type, dtype, cache_enabled=cached)
 
 
 @torch.no_grad()
@@ -222,7 +208,7 @@ def fit_gaussians(network: Network, dataset: Dataset, config: Config, world: Wor
         return  # a head without Gaussians: the same recipe serves it
     network.eval()
     size = max(config.batch_size, 256)
-    batches = data_room.eval_batches(dataset, "train", size, shard=world.share, workers=config.workers)
+    batches = data_room.eval_batches(dataset, "train", size, shard=world, workers=config.workers)
     with autocast(config, next(network.parameters()).device)():
         network.head.fit_gaussians(network.h(inputs).float() for inputs, _ in batches)
 
@@ -378,7 +364,10 @@ def prepare(config: Config, dataset: Dataset, device: torch.device, world: World
             raise ValueError("amp must be off or bf16 with parallel=fsdp and with classes in shards, got 'fp16'")
     if fsdp:
         _shard_backbone(made, device)
-    average = _average(made, config.ema)
+    average = None
+    if config.ema:
+        mean = torch.optim.swa_utils.get_ema_multi_avg_fn(config.ema)
+        average = torch.optim.swa_utils.AveragedModel(made, multi_avg_fn=mean, use_buffers=True)
     wrapped: Any = _data_parallel(made, device, world) if several and not fsdp else made
     stepped = optimizer(config, made)
     length = steps if config.schedule_every == "step" else config.epochs
@@ -419,13 +408,6 @@ def _data_parallel(network: Network, device: torch.device, world: World) -> nn.M
         # uninterrupted one.  Between two processes the order of a sum does not matter.
         find_unused_parameters=device.type == "cpu" and world.size > 2,
     )
-
-
-def _average(network: Network, decay: float) -> torch.optim.swa_utils.AveragedModel | None:
-    if not decay:
-        return None
-    swa = torch.optim.swa_utils
-    return swa.AveragedModel(network, multi_avg_fn=swa.get_ema_multi_avg_fn(decay), use_buffers=True)
 
 
 # ------------------------------------------------------------------------------------------------------- CUDA graphs

@@ -1,23 +1,23 @@
-"""Several processes, one run: who we are, what all of us agree on, and rows brought back together.
+"""Runs of several processes: rank and world size, work on rank 0, gathering rows, signals.
 
     torchrun --nproc-per-node 4 -m gsoftmax train RECIPE
 
-starts processes that find each other through the variables torchrun sets.  Every process sees its share of every
-batch; the first one (rank 0) writes the run folder.
+starts processes that find each other through the variables torchrun sets.  Every process trains on its share of every
+batch; rank 0 writes the run folder.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,40 +27,45 @@ from torch.distributed.rendezvous import rendezvous
 
 from .messages import first_line
 
+__all__ = ["LostProcess", "Stopped", "World"]
+
 T = TypeVar("T")
 
-# Finding each other is a matter of seconds: where it fails, the sooner torchrun tries again the better.
+# Rendezvous takes seconds: fail fast, so that torchrun can restart.
 CONNECT = timedelta(minutes=1)
-# Afterwards the others may have to wait while rank 0 unpacks an archive or computes the metrics.
+# Afterwards other ranks may wait while rank 0 unpacks an archive or computes the metrics.
 ANSWER = timedelta(minutes=30)
 
+# What the message of a lost connection contains.
+LOST = "connectfullmesh|connection closed by peer|connection reset|broken pipe|timed out|socket timeout|nccl"
 
-@dataclass(frozen=True)
-class World:
+_set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # the older name
+
+
+class World(NamedTuple):
     """This process among those of the run."""
 
-    rank: int = 0
-    size: int = 1
+    rank: int = 0  # number of this process
+    size: int = 1  # number of processes
 
     @property
     def first(self) -> bool:
         return self.rank == 0
-
-    @property
-    def share(self) -> tuple[int, int]:
-        """What `gsoftmax.data` calls a shard."""
-        return self.rank, self.size
 
 
 ALONE = World()
 
 
 class LostProcess(RuntimeError):
-    """Another process of the run is gone."""
+    """Another process of the run died."""
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal asked the run to stop, and its state was saved before it did."""
+    """A signal asked the run to stop, and it saved its state first.
+
+    where: how far the run was
+    signal_number: which signal it was
+    """
 
     def __init__(self, where: str, signal_number: int = signal.SIGINT) -> None:
         super().__init__(where, signal_number)
@@ -76,52 +81,27 @@ def launch() -> str | None:
 
 
 def restarted(described: Mapping[str, Any]) -> bool:
-    """Whether torchrun has started this process in place of one that failed: then the run goes on.
+    """Whether torchrun started this process in place of one that failed: then the run is resumed.
 
-    described: environment.json of the folder, which says whose it is
+    described: contents of environment.json, which records the launch
     """
     if launch() in (None, "none"):  # several launches share that name
         return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     return described.get("torchrun") == launch()
 
 
-def _agreed_prefix(store: Any, rank: int, size: int) -> str:
-    """A name that exactly these processes have for their group.
-
-    torchrun may keep its store when it starts processes again, and the addresses of dead ones must not be found in it.
-    Everybody writes a random word; rank 0 repeats all the words it sees beside its own until all have answered that
-    they found theirs.
-    """
-    word, end = uuid.uuid4().hex, time.monotonic() + CONNECT.total_seconds()
-
-    def read(key: str) -> str:
-        return store.get(key).decode() if store.check([key]) else ""
-
-    store.set(f"here/{rank}", word)
-    while time.monotonic() < end:
-        if rank == 0:
-            others = [read(f"here/{r}") for r in range(1, size)]
-            store.set("session", " ".join([word, *others]))
-            if all(read(f"heard/{r}") == f"{word} {w}" for r, w in enumerate(others, start=1)):
-                return word
-        else:
-            first, *seen = read("session").split() or [""]
-            if word in seen:
-                store.set(f"heard/{rank}", f"{first} {word}")
-                return first
-        time.sleep(0.01)
-    raise LostProcess(f"{size} processes did not find each other within {CONNECT.total_seconds():.0f} seconds")
+# -------------------------------------------------------------------------------------------------- the process group
 
 
 @contextmanager
 def joined(device: torch.device) -> Iterator[World]:
-    """The processes of the run; forms their group where torchrun started several and nobody has formed it yet."""
+    """The processes of the run; forms their group where torchrun started several and there is none yet."""
     if dist.is_available() and dist.is_initialized():
         yield World(dist.get_rank(), dist.get_world_size())
         return
     size = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
     if size == 1 or not dist.is_available():
-        yield World()
+        yield ALONE
         return
     # gloo beside NCCL: flags and descriptions stay on the CPU
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -130,8 +110,8 @@ def joined(device: torch.device) -> Iterator[World]:
         store, rank, size = next(rendezvous("env://", timeout=CONNECT))
         store = PrefixStore(_agreed_prefix(store, rank, size), store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=CONNECT)
-        _be_patient(None)
-        yield World(dist.get_rank(), dist.get_world_size())
+        _set_timeout(ANSWER, None)
+        yield World(rank, size)
     except Exception as error:
         reason, lost = first_line(error), isinstance(error, RuntimeError) and _is_loss(error)
         with suppress(Exception):  # the store may be gone as well
@@ -140,31 +120,43 @@ def joined(device: torch.device) -> Iterator[World]:
             elif not lost:
                 store.set("reason", f"process {rank}: {reason}")  # before the others notice
         if lost:
-            raise LostProcess(f"another process of the run is gone ({reason})") from error
+            raise LostProcess(f"another process of the run died ({reason})") from error
         raise
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _be_patient(group: Any) -> None:
-    if hasattr(dist, "set_timeout"):
-        dist.set_timeout(ANSWER, group)
-    else:  # an older torch
-        dist.distributed_c10d._set_pg_timeout(ANSWER, group)
+def _agreed_prefix(store: Any, rank: int, size: int) -> str:
+    """A group name unique to these processes.
+
+    torchrun may keep its store when it restarts processes, and the addresses of dead ones must not be found in it.
+    Each rank writes a random token; rank 0 repeats all the tokens it sees beside its own until every other rank has
+    answered that it found its token.
+    """
+    token, end = uuid.uuid4().hex, time.monotonic() + CONNECT.total_seconds()
+
+    def read(key: str) -> str:
+        return store.get(key).decode() if store.check([key]) else ""
+
+    store.set(f"here/{rank}", token)
+    while time.monotonic() < end:
+        if rank == 0:
+            others = [read(f"here/{r}") for r in range(1, size)]
+            store.set("session", " ".join([token, *others]))
+            if all(read(f"heard/{r}") == f"{token} {other}" for r, other in enumerate(others, start=1)):
+                return token
+        else:
+            first, *seen = read("session").split() or [""]
+            if token in seen:
+                store.set(f"heard/{rank}", f"{first} {token}")
+                return first
+        time.sleep(0.01)
+    raise LostProcess(f"{size} processes did not find each other within {CONNECT.total_seconds():.0f} seconds")
 
 
 def _is_loss(error: RuntimeError) -> bool:
-    words = (
-        "connectfullmesh",
-        "connection closed by peer",
-        "connection reset",
-        "broken pipe",
-        "timed out",
-        "socket timeout",
-        "nccl",
-    )
-    return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in words)
+    return isinstance(error, dist.DistError) or re.search(LOST, str(error), re.I) is not None
 
 
 def local_device(device: torch.device) -> torch.device:
@@ -173,6 +165,17 @@ def local_device(device: torch.device) -> torch.device:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     return device
+
+
+# ---------------------------------------------------------------------------------------------------- work on rank 0
+
+
+def from_rank0(world: World, value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    box = [value]
+    if world.size > 1:
+        dist.broadcast_object_list(box, src=0)
+    return box[0]
 
 
 def only_rank0(world: World, work: Callable[..., T], *args: Any) -> T | None:
@@ -199,17 +202,12 @@ def rank0_first(world: World, work: Callable[..., T], *args: Any) -> T:
     return result if world.first else work(*args)
 
 
-def from_rank0(world: World, value: Any) -> Any:
-    """Rank 0's value, on every rank."""
-    box = [value]
-    if world.size > 1:
-        dist.broadcast_object_list(box, src=0)
-    return box[0]
+# ------------------------------------------------------------------------------------------------------------ tensors
 
 
 @torch.no_grad()
 def share_buffers(module: nn.Module, world: World) -> None:
-    """Rank 0's buffers for everybody: the statistics of batch norms are each process's own until then."""
+    """Broadcasts rank 0's buffers: batch-norm statistics are each process's own until then."""
     if world.size > 1:
         for buffer in module.buffers():
             if not is_sharded(buffer):
@@ -217,24 +215,20 @@ def share_buffers(module: nn.Module, world: World) -> None:
 
 
 def mean_gradients(parameters: Iterable[nn.Parameter], world: World) -> None:
-    """Averages gradients over the processes, for parameters that neither DDP nor FSDP looks after."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if world.size == 1 or not gradients:
-        return
-    flat = torch.cat([g.reshape(-1) for g in gradients])
-    dist.all_reduce(flat)
-    flat /= world.size
-    for g, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        g.copy_(part.view_as(g))
+    """Averages gradients over the processes, for parameters outside DDP and FSDP."""
+    for p in parameters:
+        if p.grad is not None and world.size > 1:
+            dist.all_reduce(p.grad)
+            p.grad /= world.size
 
 
 def is_sharded(tensor: Tensor | None) -> bool:
-    """Whether this process holds a piece of it only (a DTensor of FSDP or of a head sharded by class)."""
+    """Whether it is a DTensor, of FSDP or of a head sharded by class."""
     return hasattr(tensor, "placements")
 
 
 def own_piece(tensor: Any) -> Tensor:
-    """The part of a tensor that this process holds."""
+    """The part of a tensor that is on this process."""
     return (tensor.to_local() if is_sharded(tensor) else tensor).detach()
 
 
@@ -246,9 +240,10 @@ def total(values: Tensor, world: World) -> Tensor:
 
 
 def gather_rows(rows: Tensor, positions: list[Tensor], world: World) -> Tensor:
-    """Rank 0 gets everybody's rows where they belong; the others get back their own.
+    """Gathers rows on rank 0 in the order of the dataset; other ranks keep their own.
 
-    rows: (n_r, ...) of this process; positions: for every rank the places of its rows in the whole
+    rows: (n_r, ...) of this process
+    positions: for every rank the places of its rows in the whole
     """
     if world.size == 1:
         return rows
@@ -265,11 +260,14 @@ def gather_rows(rows: Tensor, positions: list[Tensor], world: World) -> Tensor:
     return whole
 
 
+# ------------------------------------------------------------------------------------------------------------ signals
+
+
 class Watch:
     """Signals and the clock, seen by all processes after the same batch.
 
     The first SIGINT or SIGTERM asks for a checkpoint and the end, a second one stops at once.  Every `minutes` rank 0
-    asks for a checkpoint.  Processes learn of each other's wishes one batch later, so that nobody waits for the answer.
+    asks for a checkpoint.  Requests are exchanged asynchronously and take effect one batch later.
     """
 
     GO_ON, SAVE, STOP = 0, 1, 2
@@ -280,11 +278,11 @@ class Watch:
         self._last = time.monotonic()
         self._flag = torch.zeros((), dtype=torch.int64)
         self._asked: Any = None
-        # a group of its own: its order of messages does not depend on when gradients are ready
+        # a group of its own: the order of its messages does not depend on when gradients are ready
         self._group: Any = None
         if world.size > 1:
             self._group = dist.new_group(backend="gloo", timeout=CONNECT)
-            _be_patient(self._group)
+            _set_timeout(ANSWER, self._group)
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Watch:
@@ -300,7 +298,7 @@ class Watch:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if kind is None and self.signal_number and self._before:
-            signal.raise_signal(self.signal_number)  # nothing was left to stop: whoever comes next hears of it
+            signal.raise_signal(self.signal_number)  # too late to stop this run: re-raised for the caller
 
     def _note(self, number: int, frame: object) -> None:
         if self.signal_number:
@@ -316,7 +314,7 @@ class Watch:
         if self.signal_number:
             mine = self.STOP
         elif self.minutes and self.world.first and time.monotonic() - self._last > 60 * self.minutes:
-            mine, self._last = self.SAVE, time.monotonic()  # asked once: the answer comes one look later
+            mine, self._last = self.SAVE, time.monotonic()  # asked once: the answer arrives at the next poll
         if self._group is None:
             return mine
         answer = self.GO_ON

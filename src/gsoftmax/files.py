@@ -1,4 +1,4 @@
-"""Files that are safe to share: atomic writes, checksums, and a folder that one process at a time may use."""
+"""Atomic writes, checksums, and folders that one process at a time may use.  Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,54 @@ from .messages import first_line
 
 
 @contextmanager
+def atomic_file(path: Path, checked: bool = False) -> Iterator[Path]:
+    """An atomic write: yields a temporary path that replaces `path` on success.
+
+    path: the file to write
+    checked: put half of the content's SHA-256 into the name
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        yield partial
+        with open(partial, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, path.with_name(f"{path.stem}-{sha256(partial)[:32]}{path.suffix}") if checked else path)
+    except OSError:
+        raise
+    except Exception as error:  # torch and safetensors hide the system's error in messages of their own
+        full = shutil.disk_usage(path.parent).free < 2**20
+        reason = "no space left on the disk" if full else first_line(error)
+        raise OSError(f"{path} cannot be written: {reason}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def atomic_write(path: Path, text: str) -> None:
+    """Writes `text` to the file `path` in UTF-8, atomically.
+
+    path, text: the file and its new content
+    """
+    with atomic_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal.
+
+    path: the file, of any size
+    """
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+@contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """One process at a time works in a folder; a second one is refused.  The lock dies with its process.
+    """Makes a folder and locks it; a second process gets a BlockingIOError.  The lock dies with its process.
+
+    folder: the folder to lock
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder, locked(Path(folder)), locked(Path(folder)):
@@ -24,26 +70,25 @@ def locked(folder: Path) -> Iterator[None]:
     Traceback (most recent call last):
     BlockingIOError: ... is in use by process ...
     """
+    folder.mkdir(parents=True, exist_ok=True)
     try:
         import fcntl
     except ImportError:  # no such locks on this system
-        folder.mkdir(parents=True, exist_ok=True)
         yield
         return
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / ".lock"
     while True:
-        file = open(path, "a+")  # noqa: SIM115 - open as long as the lock is held
+        file = open(path, "a+")  # noqa: SIM115 - open as long as the folder is locked
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            holder = file.read().strip() or "another process"
+            owner = file.read().strip() or "another process"
             file.close()
-            raise BlockingIOError(f"{folder} is in use by {holder}") from None
+            raise BlockingIOError(f"{folder} is in use by {owner}") from None
         except OSError:  # a file system without locks
             break
-        # The one before may have removed the file between our opening it and our locking it.
+        # the previous owner may have deleted the file between open and lock
         with suppress(FileNotFoundError):
             if os.fstat(file.fileno()).st_ino == path.stat().st_ino:
                 break
@@ -61,41 +106,5 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 _locks: set[Any] = set()
-if hasattr(os, "register_at_fork"):  # a forked reader of images would hold the lock of a parent that was killed
+if hasattr(os, "register_at_fork"):  # a forked reader of images would keep the lock of a parent that was killed
     os.register_at_fork(after_in_child=lambda: [file.close() for file in _locks])
-
-
-@contextmanager
-def atomic_file(path: Path, checked: bool = False) -> Iterator[Path]:
-    """A name to write to; the file appears under `path` when all of it is there, and not at all otherwise.
-
-    checked: the name gains the content's checksum
-    """
-    partial = path.with_name(path.name + ".partial")
-    try:
-        yield partial
-        with open(partial, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(partial, path.with_name(f"{path.stem}-{checksum(partial)}{path.suffix}") if checked else path)
-    except OSError:
-        raise
-    except Exception as error:  # torch and safetensors wrap what the system said in words of their own
-        full = shutil.disk_usage(path.parent).free < 2**20
-        reason = "no space left on the disk" if full else first_line(error)
-        raise OSError(f"{path} cannot be written: {reason}") from error
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def atomic_write(path: Path, text: str) -> None:
-    with atomic_file(path) as partial:
-        partial.write_text(text, encoding="utf-8")
-
-
-def checksum(path: Path) -> str:
-    """Half of a file's SHA-256: 128 bits."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()[:32]

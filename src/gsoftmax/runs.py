@@ -2,8 +2,8 @@
 
     config.json  environment.json  metrics.jsonl  outputs.safetensors  checkpoint/epoch-000003-batch-00000000-HASH.pt
 
-A checkpoint's name carries the first half of its SHA-256.  The newest two are kept: one that was damaged is passed
-over, with a warning, for the one before it.
+A checkpoint's name carries the first half of its SHA-256.  The newest two are kept: a damaged one is skipped, with a
+warning, for the one before it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import shlex
 import sys
 import warnings
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,46 +26,46 @@ from torch import Tensor
 
 from ._version import __version__
 from .config import Config
-from .files import atomic_file, atomic_write, checksum, locked
+from .files import atomic_file, atomic_write, locked, sha256
 from .messages import first_line
+
+__all__ = ["environment", "folder_name", "read_config", "read_result", "read_rows"]
 
 KEPT = 2  # checkpoints
 
 
 class RunFolder:
-    """What a run leaves behind.  A context manager: the folder is locked from the beginning to the end.
+    """A run folder.  A context manager: the folder is locked until the end.
 
+    path: the folder, new or with a run to resume
+    config: of the run, and of the run to resume
     described: what environment.json says beside the machine
+    resume: whether to continue the run in the folder
     """
 
     def __init__(
         self, path: str | os.PathLike[str], config: Config, described: Mapping[str, Any], resume: bool
     ) -> None:
-        self.path = Path(path)
+        self.path, self.resume = Path(path), resume
         self.checkpoints = self.path / "checkpoint"
-        self.resume = resume
         self._board: Any = None  # a TensorBoard writer, where there is TensorBoard
-        _refuse_file(self.path)
-        self._lock = locked(self.path)
-        self._lock.__enter__()
-        try:
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"{path} must be a folder, and is a file")
+        with ExitStack() as stack:
+            stack.enter_context(locked(self.path))
             self._claim(config, described)
-        except BaseException:
-            self.__exit__()
-            raise
+            self._open = stack.pop_all()
 
     def __enter__(self) -> RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._board is not None:
-            self._board.close()
-        self._lock.__exit__(None, None, None)
+        self._open.close()
 
     def _claim(self, config: Config, described: Mapping[str, Any]) -> None:
         if (found := read_config(self.path)) is not None:
             if not self.resume:
-                raise ValueError(f"{self.path} already holds a run; --resume goes on with it")
+                raise ValueError(f"{self.path} already contains a run; continue it with --resume")
             if differing := found.differences(config):
                 raise ValueError(f"{self.path} contains a run with {differing}")
         self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -78,26 +79,31 @@ class RunFolder:
         return max(self.checkpoints.glob("epoch-*.pt"), default=None)
 
     def checkpoint(self) -> dict[str, Any] | None:
-        """The state to go on from, None for the beginning; rows that were logged after it are taken back."""
+        """The state to continue from, None for the beginning; rows logged after the checkpoint are removed."""
         state = self._state() if self.resume else None
         done = 0 if state is None else state["epoch"]
         rows = [row for row in read_rows(self.path) if "final" not in row and row["epoch"] <= done]
         atomic_write(self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-        self._board = _tensorboard(self.path / "tensorboard", None if state is None else done + 1)
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            return state
+        self._board = SummaryWriter(str(self.path / "tensorboard"), purge_step=None if state is None else done + 1)
+        self._open.callback(self._board.close)
         return state
 
     def _state(self) -> dict[str, Any] | None:
         for path in sorted(self.checkpoints.glob("epoch-*.pt"), reverse=True):
             reason = "its content does not match its name"
-            if path.stem.rpartition("-")[2] == checksum(path):
+            if path.stem.rpartition("-")[2] == sha256(path)[:32]:
                 try:
                     state = torch.load(path, map_location="cpu", weights_only=True)
                     if isinstance(state, dict) and all(type(state.get(k)) is int for k in ("epoch", "batch")):
                         return state
-                    reason = "it does not say how far its run was"
-                except Exception as error:  # whatever a foreign file makes of the reader
+                    reason = "it has no progress record"
+                except Exception as error:  # a foreign file may raise anything
                     reason = first_line(error)
-            warnings.warn(f"checkpoint {path} was passed over: {reason}", stacklevel=2)
+            warnings.warn(f"checkpoint {path} was skipped: {reason}", stacklevel=2)
             path.rename(path.with_name(path.name + ".damaged"))  # or it would count among the newest that are kept
         return None
 
@@ -124,17 +130,10 @@ class RunFolder:
         self.log({"final": True, **result})
 
 
-def _tensorboard(folder: Path, purge: int | None) -> Any:
-    """A writer whose rows from step `purge` on take the place of older ones; None where TensorBoard is missing."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(str(folder), purge_step=purge)
-
-
 def folder_name(head: str) -> str:
-    """A head's folder from how it was written.
+    """The name of a head's folder.
+
+    head: as it is written on the command line
 
     >>> folder_name("gsoftmax(lam=4, gaussians=tracked)")
     'gsoftmax-lam=4-gaussians=tracked'
@@ -142,12 +141,11 @@ def folder_name(head: str) -> str:
     return re.sub(r"-+", "-", re.sub(r"[^\w.=+-]+", "-", head)).strip("-")
 
 
-def _refuse_file(path: Path) -> None:
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"{path} must be a folder, and is a file")
-
-
 def read_config(run: Path) -> Config | None:
+    """The configuration of a run, None where there is no config.json.
+
+    run: the run folder
+    """
     path = run / "config.json"
     if not path.exists():
         return None
@@ -157,8 +155,8 @@ def read_config(run: Path) -> Config | None:
         raise ValueError(f"{path} cannot be read: {error}") from None
 
 
-def described_before(run: str | os.PathLike[str]) -> dict[str, Any]:
-    """environment.json of the run in a folder; empty where there is none."""
+def read_environment(run: str | os.PathLike[str]) -> dict[str, Any]:
+    """environment.json of a run; empty where there is none."""
     try:
         found = json.loads((Path(run) / "environment.json").read_bytes())
     except (OSError, ValueError):
@@ -167,12 +165,14 @@ def described_before(run: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_rows(run: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl; a last one that was cut off does not count."""
+    """The rows of metrics.jsonl; an incomplete last line is ignored.
+
+    run: the run folder
+    """
     path = run / "metrics.jsonl"
     if not path.exists():
         return []
     rows = []
-    # what follows the last line's end is nothing, or was cut off
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
             row = json.loads(line)
@@ -185,14 +185,16 @@ def read_rows(run: Path) -> list[dict[str, Any]]:
 
 
 def read_result(run: Path) -> dict[str, Any] | None:
-    """The final metrics of a finished run."""
+    """The final metrics of a run, None where it is not finished.
+
+    run: the run folder
+    """
     rows = read_rows(run)
     return rows[-1] if rows and rows[-1].get("final") and (run / "outputs.safetensors").exists() else None
 
 
 def environment() -> dict[str, Any]:
-    """Where a number came from."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    """Provenance of a number: versions, machine and command."""
     return {
         "gsoftmax": __version__,
         "torch": torch.__version__,
@@ -200,7 +202,7 @@ def environment() -> dict[str, Any]:
         "system": platform.platform(),
         "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
-        "gpu": gpu,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "threads": torch.get_num_threads(),
         "command": shlex.join(["gsoftmax", *sys.argv[1:]]),
     }

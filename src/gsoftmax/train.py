@@ -20,7 +20,7 @@ from .data import Dataset
 from .data.seeded import mix
 from .distributed import Stopped, Watch, World
 from .messages import first_line
-from .runs import RunFolder, described_before
+from .runs import RunFolder, read_environment
 
 __all__ = ["Diverged", "train"]
 
@@ -61,7 +61,7 @@ def train(
             described: dict[str, Any] = {"data": names, "processes": world.size}
             if distributed.launch() is not None:
                 described["torchrun"] = distributed.launch()
-            resume = resume or distributed.restarted(described_before(out))
+            resume = resume or distributed.restarted(read_environment(out))
             run.folder = distributed.only_rank0(world, RunFolder, out, config, described, resume)
             stack.enter_context(run.folder or nullcontext())
             run.watch = stack.enter_context(Watch(world, config.checkpoint_minutes))
@@ -163,9 +163,7 @@ class Run:
         if config.schedule_every == "epoch":
             parts.scheduler.step()
         if config.evaluate_every and self.epoch % config.evaluate_every == 0 and self.epoch < config.epochs:
-            row |= evaluation.evaluate(
-                parts.evaluated(self.world), self.dataset, config, config.evaluate_on, self.world
-            )[0]
+            row |= self.evaluator().evaluate(self.dataset, config.evaluate_on)[0]
         if self.folder is not None:
             self.folder.log(row | {"seconds": self.seconds})
         due = config.checkpoint_every and self.epoch % config.checkpoint_every == 0
@@ -177,20 +175,23 @@ class Run:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         seconds = self.seconds
-        network = self.parts.evaluated(world)
-        result, outputs = evaluation.evaluate(network, dataset, config, config.evaluate_on, world)
+        evaluator = self.evaluator()
+        result, outputs = evaluator.evaluate(dataset, config.evaluate_on)
         if (config.train_geometry or others) and "x" in outputs:
-            stats = evaluation.class_statistics(network, dataset, config, "train", world)
+            stats = evaluator.class_statistics(dataset, "train")
             if config.train_geometry:
                 result |= {f"train_{k}": v for k, v in stats.geometry().average().items()}
                 if dataset.num_classes <= 1000:  # for the report's figures; 16 MB at most
                     outputs |= {f"train_{k}": v.cpu() for k, v in stats.state_dict().items()}
             if others:
-                result |= evaluation.detection(network, config, outputs, stats, others, world)
+                result |= evaluator.detection(outputs, stats, others)
         result |= {"seconds": seconds, "epochs": config.epochs, "examples_per_second": self.seen / max(seconds, 1e-9)}
         if self.watch is not None:
             distributed.only_rank0(world, RunFolder.finish, self.folder, result, outputs)
         return result
+
+    def evaluator(self) -> evaluation.Evaluator:
+        return evaluation.Evaluator(self.parts.evaluated(self.world), self.config, self.world)
 
     def check_finite(self) -> float:
         """The mean loss of the epoch so far; raises `Diverged` if it or a weight is not finite."""
