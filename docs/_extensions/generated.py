@@ -1,21 +1,24 @@
-"""Pages that end with what the code says of itself, so that they cannot go stale."""
+"""Fills the markers of a page, such as <!-- commands -->, with text generated from the code."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from docstrings import field_comments
 from sphinx.application import Sphinx
 
+from gsoftmax import cli, data
+from gsoftmax.config import Config
+from gsoftmax.recipes import recipes as all_recipes
+
 
 def commands() -> str:
     """`--help` of every command."""
     os.environ.update(COLUMNS="92", NO_COLOR="1")
-    from gsoftmax.cli import parser as command_line
 
     def sections(parser: argparse.ArgumentParser) -> Iterator[str]:
         yield f"## {parser.prog}\n\n```text\n{parser.format_help().strip()}\n```\n"
@@ -24,28 +27,24 @@ def commands() -> str:
                 for command in action.choices.values():
                     yield from sections(command)
 
-    return "\n".join(sections(command_line()))
+    return "\n".join(sections(cli.parser()))
 
 
 def configuration() -> str:
-    """The keys of `gsoftmax.config.Config`, a table for each group."""
-    from gsoftmax.config import Config
-
+    """The keys of `Config`, one table per group."""
     out = []
     for name, kind, default, text in field_comments(Config):
-        if not name:
-            out.append(f"\n**{text[0].upper()}{text[1:]}**\n\n| key | type | default | |\n|---|---|---|---|")
-        else:
+        if name:
             default = re.sub(r"field\(default_factory=(?:lambda: )?(.*)\)", r"\1", default).replace("dict", "{}")
             cells = (f"`{name}`", f"`{kind}`", f"`{default}`", text)
             out.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        else:
+            out.append(f"\n**{text[0].upper()}{text[1:]}**\n\n| key | type | default | |\n|---|---|---|---|")
     return "\n".join(out)
 
 
 def datasets() -> str:
     """`gsoftmax datasets` as sections."""
-    from gsoftmax import data
-
     out = []
     for info in data.describe():
         source = re.sub(r"https?://[^\s;)]+", r"<\g<0>>", info.source)
@@ -56,11 +55,9 @@ def datasets() -> str:
 
 
 def recipes() -> str:
-    """The recipes and the published numbers, a table for each of the paper's."""
-    from gsoftmax.recipes import recipes as every
-
+    """The recipes with the published numbers, one table for each of the paper's."""
     out, table = [], None
-    for recipe in every().values():
+    for recipe in all_recipes().values():
         if recipe.table != table:
             table = recipe.table
             out.append(f"\n### {table}\n\n| recipe | network | epochs | published, % |\n|---|---|---|---|")
@@ -82,19 +79,11 @@ def examples() -> str:
     return "\n".join([text, *scripts])
 
 
-MARKERS: dict[str, Callable[[], str]] = {
-    "<!-- commands -->": commands,
-    "<!-- configuration -->": configuration,
-    "<!-- datasets -->": datasets,
-    "<!-- examples -->": examples,
-    "<!-- recipes -->": recipes,
-}
+MAKERS = {f"<!-- {make.__name__} -->": make for make in (commands, configuration, datasets, examples, recipes)}
 
 
 def fill(app: Sphinx, docname: str, source: list[str]) -> None:
-    for marker, make in MARKERS.items():
-        if marker in source[0]:
-            source[0] = source[0].replace(marker, make())
+    source[0] = re.sub("|".join(MAKERS), lambda marker: MAKERS[marker[0]](), source[0])
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
