@@ -244,10 +244,10 @@ def test_large_updates_are_cut_into_pieces(form, monkeypatch):
     x, y = outputs(multilabel=form == "multilabel")
     whole = ClassStatistics(5, **FORMS[form]).update(x, y)
     measures = whole.geometry()
-    monkeypatch.setattr(geometry, "_CHUNK", 5 * 7)  # 7 images at a time
+    monkeypatch.setattr(geometry, "CHUNK", 5 * 7)  # 7 images at a time
     pieces = ClassStatistics(5, **FORMS[form]).update(x, y)
     assert_same(pieces, whole)
-    monkeypatch.setattr(geometry, "_BLOCK", 10)  # 2 rows of the table at a time
+    monkeypatch.setattr(geometry, "BLOCK", 10)  # 2 rows of the table at a time
     for name in MEASURES:
         torch.testing.assert_close(getattr(whole, name)(), getattr(measures, name), rtol=0, atol=0)
 

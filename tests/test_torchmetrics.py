@@ -48,7 +48,7 @@ CASES = {
     "geometry per class": (
         lambda: ClassGeometryMetric(M, average=None),
         single,
-        lambda x, y: ClassStatistics(M).update(x, y)._measures(),
+        lambda x, y: ClassStatistics(M).update(x, y).measures(),
     ),
     "geometry pooled": (
         lambda: ClassGeometryMetric(M, pooled=True),

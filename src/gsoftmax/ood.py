@@ -66,7 +66,7 @@ def scores(
     if (mu is None) != (sigma is None):
         raise ValueError(f"mu and sigma must be given together, got only {'sigma' if mu is None else 'mu'}")
     given = {"x": x, "p": p} | ({} if mu is None else {"mu": mu, "sigma": sigma})
-    (x, p, *gaussians), _ = geometry._inputs(**given)
+    (x, p, *gaussians), _ = geometry.float64_inputs(**given)
     _check(x, p)
     out = {"probability": p.amax(1), "output": x.amax(1), "energy": x.logsumexp(1)}
     if gaussians:

@@ -15,7 +15,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
 from . import metrics
-from .geometry import ClassGeometry, ClassStatistics, _chan
+from .geometry import ClassGeometry, ClassStatistics, merge_tables
 
 __all__ = ["AveragePrecisionMetric", "ClassGeometryMetric", "MultilabelReportMetric", "Top1ErrorMetric"]
 
@@ -56,14 +56,14 @@ class ClassGeometryMetric(Metric):
         self.num_classes, self.multilabel, self.pooled = num_classes, statistics.multilabel, statistics.pooled
         self.ignore_index = ignore_index
         # The statistics' one table is the state; tables of processes are merged in the order of their ranks.
-        merge = partial(_merge_tables, counts=statistics._counts)
-        self.add_state("table", default=statistics._allocated(torch.device("cpu")), dist_reduce_fx=merge)
+        merge = partial(_merge_tables, counts=statistics.counts)
+        self.add_state("table", default=statistics.allocated(torch.device("cpu")), dist_reduce_fx=merge)
 
     def update(self, x: Tensor, y: Tensor) -> None:
-        self.table = self._statistics().update(x, y)._allocated(self.table.device)
+        self.table = self._statistics().update(x, y).allocated(self.table.device)
 
     def compute(self) -> dict[str, Tensor]:
-        measures = self._statistics()._measures()
+        measures = self._statistics().measures()
         return {name: value.nanmean() for name, value in measures.items()} if self.average else measures
 
     def geometry(self) -> ClassGeometry:
@@ -79,7 +79,7 @@ class ClassGeometryMetric(Metric):
         statistics = ClassStatistics(
             self.num_classes, multilabel=self.multilabel, pooled=self.pooled, ignore_index=self.ignore_index
         )
-        statistics._table = self.table
+        statistics.table = self.table
         return statistics
 
 
@@ -192,7 +192,7 @@ def _merge_tables(tables: Tensor, counts: int) -> Tensor:
     """(processes, m + 1, width) tables of class statistics to one, in order."""
     total = tables[0]
     for table in tables[1:]:
-        total = _chan(total, table, counts)
+        total = merge_tables(total, table, counts)
     return total
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,11 +89,8 @@ def separability(mu: Tensor, sigma: Tensor) -> Tensor:
     Every process hands in eight sums; nothing else travels.
     """
     group, m = sigma.device_mesh.get_group(), sigma.shape[0]  # type: ignore[attr-defined]
-    own_mu, own_sigma = _gaussian(mu, "mu"), _gaussian(sigma, "sigma")
-    if m == 1:
-        return _like(torch.full_like(own_mu, torch.nan), sigma)
-    found = geometry._sum_of_divergences(own_mu, own_sigma, m, lambda s: _all_reduce(s, group, "geometry"))
-    return _like(found / (4 * (m - 1)), sigma)
+    total = partial(_all_reduce, group=group, purpose="geometry")
+    return _like(geometry.mean_divergence(_gaussian(mu, "mu"), _gaussian(sigma, "sigma"), m, total), sigma)
 
 
 def ratio(mu: Tensor, sigma: Tensor) -> Tensor:
@@ -125,16 +123,16 @@ class ClassStatistics(geometry.ClassStatistics):
     def __init__(self, head: Any, *, pooled: bool | None = None, ignore_index: int = -100) -> None:
         super().__init__(head.num_classes, pooled=pooled, ignore_index=ignore_index, device=head.weight.device)
         self.shard: ClassShard = head.shard
-        self._outputs = self.shard.stop - self.shard.start
+        self.first_output, self.outputs = self.shard.start, self.shard.stop - self.shard.start
         if not self.pooled:
-            self._columns = self._outputs
+            self.columns = self.outputs
 
     @torch.no_grad()
     def update(self, x: Any, y: Any) -> ClassStatistics:
         """x: what `head.features` gives, (rows of all processes, classes); y: the class indices of the own rows."""
         shard = self.shard
         error: Exception | None = None
-        device = self._allocated(torch.device("cpu")).device
+        device = self.allocated(torch.device("cpu")).device
         y = torch.as_tensor(y).detach().reshape(-1)
         if not hasattr(x, "to_local"):
             error = TypeError(f"x must be the DTensor that head.features gives, got {type(x).__name__}")
@@ -144,7 +142,7 @@ class ClassStatistics(geometry.ClassStatistics):
         y = _gather_rows(y.long().to(device), counts, shard.group, "targets")
         local = x.to_local()
         try:
-            self._flat(local, y)
+            self.check_batch(local, y)
         except (TypeError, ValueError) as found:
             error = found
         _agree(shard.group, device, error)
@@ -154,25 +152,6 @@ class ClassStatistics(geometry.ClassStatistics):
     def sync(self, group: Any = None) -> ClassStatistics:
         """Nothing: every process sees all rows already."""
         return self
-
-    def _pool(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As `geometry._own_and_impostors`, for rows of which only some have their own output here."""
-        start, columns = self.shard.start, self._outputs
-        mine = ((y >= start) & (y < self.shard.stop))[:, None]
-        if columns == 0:
-            zero = x.new_zeros(len(x), 2)
-            return zero, zero, zero
-        column = torch.where(mine, y[:, None] - start, 0)
-        own = torch.where(mine, x.gather(1, column), 0.0)
-        other = torch.ones_like(x, dtype=torch.bool).scatter(1, column, ~mine)  # impostors
-        count = other.sum(1, keepdim=True)
-        pivot = x.gather(1, other.byte().argmax(1, keepdim=True))
-        d = torch.where(other, x - pivot, 0.0)
-        mean = d.sum(1, keepdim=True) / count.clamp(min=1)
-        m2 = torch.where(other, d - mean, 0.0).square().sum(1, keepdim=True)
-        some = torch.where(count > 0, pivot + mean, 0.0)
-        weight = torch.cat([mine, count], 1).to(x.dtype)
-        return torch.cat([own, some], 1), torch.cat([torch.zeros_like(own), m2], 1), weight
 
     def _whole(self) -> geometry.ClassStatistics:
         """The pooled statistics of all columns."""
@@ -186,16 +165,13 @@ class ClassStatistics(geometry.ClassStatistics):
         centre = centre + first
         squares = _all_reduce(m2 + n * (mean - centre) ** 2, group, "geometry")
         table = torch.cat([total, centre, squares], 1)
-        whole._table = torch.cat([table, table.new_zeros(1, table.shape[1])])
+        whole.table = torch.cat([table, table.new_zeros(1, table.shape[1])])
         return whole
 
-    def geometry(self) -> geometry.ClassGeometry:
-        return self._whole().geometry() if self.pooled else super().geometry()
+    def read(self) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
+        return self._whole().read() if self.pooled else super().read()
 
-    def _read(self) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
-        return self._whole()._read() if self.pooled else super()._read()
-
-    def _scan(self) -> tuple[Tensor, ...]:
+    def _scan(self) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Every class against the own columns, then added up: a few numbers a class travel."""
         n, mean, m2 = self._state()
         m, shard, group = self.num_classes, self.shard, self.shard.group
@@ -203,26 +179,19 @@ class ClassStatistics(geometry.ClassStatistics):
         own, mine = mean.new_zeros(2, m), slice(shard.start, shard.stop)
         own[0, mine], own[1, mine] = mean[mine].diagonal(), (m2[mine] / n[mine]).sqrt().diagonal()
         own = _all_reduce(own, group, "geometry")
-        rows = max(1, geometry._BLOCK // max(1, self._columns))
+        rows = max(1, geometry.BLOCK // max(1, self.columns))
         sums, least, most = mean.new_zeros(2, m), mean.new_full((2, m), torch.inf), mean.new_zeros(m)
-        for start in range(0, m, rows) if self._columns else ():
+        for start in range(0, m, rows) if self.columns else ():
             at = slice(start, min(start + rows, m))
             mu, sigma = mean[at], (m2[at] / n[at]).sqrt()
-            mu_c, sigma_c = own[0, at, None], own[1, at, None]
-            itself = torch.arange(at.start, at.stop, device=mean.device)[:, None] == torch.arange(
-                shard.start, shard.stop, device=mean.device
-            )
-            d = (mu_c - mu).masked_fill_(itself, 0.0)
-            sums[0, at] = geometry._pair_separability(mu_c, sigma_c, mu, sigma).sum(1)
-            sums[1, at] = (d / ((sigma_c**2 + sigma**2) / 2).sqrt()).sum(1)
-            least[0, at] = d.abs().masked_fill_(itself, torch.inf).amin(1)
-            zero = sigma == 0
-            least[1, at] = torch.where(zero.any(1), (shard.start + zero.byte().argmax(1)).double(), torch.inf)
-            most[at] = (~(torch.isfinite(mu) & torch.isfinite(sigma) | (n[at] == 0)).all(1)).double()
+            mine_in = partial(torch.diagonal, offset=start - shard.start)
+            found = geometry.compare_rows(own[0, at], own[1, at], mu, sigma, n[at], mine_in)
+            sums[0, at], sums[1, at], least[0, at], constant, most[at] = found
+            least[1, at] = torch.where(constant >= 0, shard.start + constant, torch.inf)
         # nan is no number to compare with others: classes without examples have no distance
         least[0] = torch.where(least[0].isnan(), torch.inf, least[0])
         sums = _all_reduce(sums, group, "geometry") / max(1, m - 1)
         least = _all_reduce(least, group, "geometry", dist.ReduceOp.MIN)
         broken = _all_reduce(most, group, "geometry", dist.ReduceOp.MAX) > 0
         constant = torch.where(least[1].isinf(), -1, least[1].nan_to_num(posinf=0.0).long())
-        return own[1], sums[0], sums[1], least[0], constant, broken
+        return own[1], (sums[0], sums[1], least[0], constant, broken)
