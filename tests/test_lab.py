@@ -59,8 +59,11 @@ def test_configuration_mistakes(changes, words):
         ({"optimizer": "sdg"}, "unknown optimizer 'sdg', did you mean 'sgd'"),
         ({"backbone": "vgg17"}, "unknown backbone 'vgg17'"),
         ({"batch_size": 5000}, "batch_size must be at most the 389 training rows of digits, got 5,000"),
-        ({"schedule": {"name": "linspace", "a": 1}}, "schedule 'linspace': needs 'b'"),
-        ({"schedule": {"name": "staircase", "steps": {}, "x": 1}}, "schedule 'staircase': unknown options x"),
+        ({"schedule": {"name": "linspace", "a": 1}}, "schedule 'linspace': .* missing .* 'b'"),
+        (
+            {"schedule": {"name": "staircase", "steps": {}, "x": 1}},
+            "schedule 'staircase': .* unexpected .* 'x'",
+        ),
         ({"device": "cudaa"}, "device 'cudaa' cannot be used"),
         ({"evaluate_on": "val"}, "no validation split"),
         ({"data": "digit"}, "digit"),

@@ -31,9 +31,6 @@ from .distributed import ALONE, World
 from .gaussians import param_groups
 from .messages import first_line, unknown
 
-__all__ = ["Network", "Parts", "load_data", "network", "optimizer", "prepare", "schedule"]
-
-
 # --------------------------------------------------------------------------------------------------- data and device
 
 
@@ -227,17 +224,13 @@ def schedule(config: Config, length: int) -> schedules.Schedule:
     options = dict(config.schedule)
     name = options.pop("name")
     try:
-        if name == "constant":
-            made = schedules.staircase({})
-        elif name == "staircase":
-            made = schedules.staircase({int(k): float(v) for k, v in options.pop("steps").items()})
+        if name in ("linspace", "logspace"):
+            made = getattr(schedules, name)(epochs=max(length, 1), **{k: float(v) for k, v in options.items()})
         elif name == "malleable":
-            pieces = [tuple(piece) for piece in options.pop("pieces")]
-            made = schedules.malleable(pieces, **{k: options.pop(k) for k in list(options)})
+            made = schedules.malleable(**options)
         else:
-            made = getattr(schedules, name)(float(options.pop("a")), float(options.pop("b")), max(length, 1))
-        if options:
-            raise ValueError(f"unknown options {', '.join(options)}")
+            steps = {} if name == "constant" else options.pop("steps")
+            made = schedules.staircase({int(k): float(v) for k, v in steps.items()}, **options)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"needs {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"schedule {name!r}: {reason}") from None
@@ -423,39 +416,32 @@ def cuda_graphs(backbone: nn.Module, inputs: Tensor, amp: Callable[[], AbstractC
     own = vars(backbone).get("forward")
     backbone.train()
     buffers = [(buffer, buffer.clone()) for buffer in backbone.buffers()]  # the capture runs the network a few times
-    try:
-        with amp(), _ignore_stream_warning():
-            torch.cuda.make_graphed_callables(backbone, (inputs.clone(),))
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"cuda_graphs: this backbone cannot be captured: {first_line(error)}") from None
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
-    captured = backbone.forward
-
-    def forward(given: Tensor) -> Any:
-        if backbone.training and given.shape != inputs.shape:  # it would be copied into the captured batch
-            raise ValueError(
-                f"cuda_graphs: batches must have the shape {tuple(inputs.shape)}, got {tuple(given.shape)}"
-            )
-        return captured(given)
-
-    try:
-        backbone.forward = forward
-        with _ignore_stream_warning():
-            yield
-    finally:
-        del backbone.forward  # which hides that of the class
-        if own is not None:
-            backbone.forward = own
-        gc.collect()  # reference cycles would keep the graphs' memory alive
-
-
-@contextmanager
-def _ignore_stream_warning() -> Iterator[None]:
-    """Gradients accumulate on the stream of the capture, and other streams wait for it: the warning is harmless."""
     with warnings.catch_warnings():
+        # gradients accumulate on the stream of the capture, and other streams wait for it: the warning is harmless
         warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
-        yield
+        try:
+            with amp():
+                torch.cuda.make_graphed_callables(backbone, (inputs.clone(),))
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(f"cuda_graphs: this backbone cannot be captured: {first_line(error)}") from None
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        captured = backbone.forward
+
+        def forward(given: Tensor) -> Any:
+            if backbone.training and given.shape != inputs.shape:  # it would be copied into the captured batch
+                shapes = f"{tuple(inputs.shape)}, got {tuple(given.shape)}"
+                raise ValueError(f"cuda_graphs: batches must have the shape {shapes}")
+            return captured(given)
+
+        try:
+            backbone.forward = forward
+            yield
+        finally:
+            del backbone.forward  # which hides that of the class
+            if own is not None:
+                backbone.forward = own
+            gc.collect()  # reference cycles would keep the graphs' memory alive

@@ -293,7 +293,7 @@ def _compare(args: argparse.Namespace) -> None:
     heads = gsoftmax.compare.split_heads(args.heads) if args.heads else None
     out = _folder(args.what, args.out)
     seeds = range(args.first_seed, args.first_seed + args.seeds)
-    plan = gsoftmax.compare.plan(base, heads, seeds, out, data_root=args.data)
+    plan = gsoftmax.compare.Comparison(base, heads, seeds, out, args.data)
     print(f"{plan.dataset.summary()}; {', '.join(plan.heads)}; {args.seeds} seeds -> {out}")
     found = plan.run(args.jobs, _ticker())
     _clear()

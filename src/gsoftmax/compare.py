@@ -14,10 +14,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,11 +30,10 @@ from .runs import folder_name, read_config, read_result
 from .summary import summarise
 from .train import train
 
-__all__ = ["Comparison", "Task", "compare", "plan", "split_heads"]
+__all__ = ["Comparison", "compare", "split_heads"]
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """One run of a comparison."""
 
     config: Config  # with the run's head and seed
@@ -43,20 +41,43 @@ class Task:
     data_root: str | None  # where the datasets are
 
 
-@dataclass(frozen=True)
 class Comparison:
-    """A comparison that was validated and can run."""
+    """Heads x seeds on one dataset, validated; nothing is written before `run`.
 
-    dataset: Dataset  # that all runs train on
-    heads: list[str]  # as they are written, `name(option=value, ...)`
-    seeds: list[int]  # of the runs of each head
-    out: Path  # the folder of all runs
-    tasks: list[Task]  # the runs, in the order in which they start
+    base: all settings but head and seed
+    heads: as on the command line; None for all built-in ones that suit the data
+    seeds: a number of seeds, from 0 on, or the seeds
+    out: the folder of all runs
+    data_root: where the datasets are
+    """
+
+    def __init__(
+        self,
+        base: Config,
+        heads: Sequence[str] | None,
+        seeds: int | Sequence[int],
+        out: str | os.PathLike[str],
+        data_root: str | None = None,
+    ) -> None:
+        self.out, self.dataset = Path(out), build.load_data(base, data_root)
+        suitable = [name for name, head in HEADS.items() if head.multilabel or not self.dataset.multilabel]
+        self.heads = suitable if heads is None else list(heads)
+        self.seeds = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
+        if not self.heads or not self.seeds:
+            raise ValueError(f"heads and seeds must not be empty, got {len(self.heads)} and {len(self.seeds)}")
+        self.tasks = []
+        for seed in self.seeds:  # seeds outermost, so that pairs complete early
+            for head in self.heads:
+                name, options = parse_head(head)
+                config = base.override({"head": name, "head_options": {**base.head_options, **options}, "seed": seed})
+                self.tasks.append(Task(config, self.out / folder_name(head) / f"seed-{seed}", data_root))
+        _validate([task.config for task in self.tasks[: len(self.heads)]], self.dataset)
 
     def run(self, jobs: int | None = None, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
         """Trains what is not done yet and returns the summary.
 
-        jobs: parallel runs, by default one per core or GPU; progress: called with one line of text per run
+        jobs: parallel runs, by default one per core or GPU
+        progress: called with one line of text per run
         """
         with locked(self.out):
             todo = [task for task in self.tasks if not _done(task)]
@@ -82,38 +103,9 @@ def compare(
 ) -> dict[str, Any]:
     """Trains every head with every seed, skipping what is done, and returns the summary.
 
-    base, heads, seeds, out, data_root: as in `plan`; jobs, progress: as in `Comparison.run`
+    Arguments as in `Comparison` and as in `Comparison.run`.
     """
-    return plan(base, heads, seeds, out, data_root=data_root).run(jobs, progress)
-
-
-def plan(
-    base: Config,
-    heads: Sequence[str] | None,
-    seeds: int | Sequence[int],
-    out: str | os.PathLike[str],
-    *,
-    data_root: str | None = None,
-) -> Comparison:
-    """Loads the data and validates every head; nothing is written yet.
-
-    base: all settings but head and seed; heads: as on the command line, None for all built-in ones that suit the data
-    seeds: a number of seeds, from 0 on, or the seeds; out: the folder of all runs; data_root: where the datasets are
-    """
-    dataset = build.load_data(base, data_root)
-    if heads is None:
-        heads = [name for name, head in HEADS.items() if head.multilabel or not dataset.multilabel]
-    seeds = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
-    if not heads or not seeds:
-        raise ValueError(f"heads and seeds must not be empty, got {len(heads)} and {len(seeds)}")
-    tasks = []
-    for seed in seeds:  # seeds outermost, so that pairs complete early
-        for head in heads:
-            name, options = parse_head(head)
-            config = base.override({"head": name, "head_options": {**base.head_options, **options}, "seed": seed})
-            tasks.append(Task(config, Path(out) / folder_name(head) / f"seed-{seed}", data_root))
-    _validate([task.config for task in tasks[: len(heads)]], dataset)
-    return Comparison(dataset, list(heads), seeds, Path(out), tasks)
+    return Comparison(base, heads, seeds, out, data_root).run(jobs, progress)
 
 
 def split_heads(text: str) -> list[str]:
@@ -166,18 +158,15 @@ def _run_all(tasks: Sequence[Task], jobs: int | None) -> Iterator[Task]:
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=_follow, initargs=(os.getpid(),)) as pool:
-        waiting = {}
+        futures = {}
         try:
             for i, task in enumerate(tasks):
-                waiting[pool.submit(_run_in_pool, task, i % gpus if gpus else None)] = task
-            while waiting:
-                done, _ = wait(waiting, return_when=FIRST_COMPLETED)
-                for future in done:
-                    task = waiting.pop(future)
-                    future.result()
-                    yield task
+                futures[pool.submit(_run_in_pool, task, i % gpus if gpus else None)] = task
+            for future in as_completed(futures):
+                future.result()
+                yield futures[future]
         except BaseException:
-            for future in waiting:
+            for future in futures:
                 future.cancel()
             for process in list(pool._processes.values()):
                 process.terminate()  # which makes a run save its state

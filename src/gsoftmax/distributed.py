@@ -27,8 +27,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from .messages import first_line
 
-__all__ = ["LostProcess", "Stopped", "World"]
-
 T = TypeVar("T")
 
 # Rendezvous takes seconds: fail fast, so that torchrun can restart.
@@ -61,11 +59,7 @@ class LostProcess(RuntimeError):
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal asked the run to stop, and it saved its state first.
-
-    where: how far the run was
-    signal_number: which signal it was
-    """
+    """A signal asked the run to stop, and it saved its state first."""
 
     def __init__(self, where: str, signal_number: int = signal.SIGINT) -> None:
         super().__init__(where, signal_number)
@@ -88,9 +82,6 @@ def restarted(described: Mapping[str, Any]) -> bool:
     if launch() in (None, "none"):  # several launches share that name
         return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     return described.get("torchrun") == launch()
-
-
-# -------------------------------------------------------------------------------------------------- the process group
 
 
 @contextmanager
@@ -167,9 +158,6 @@ def local_device(device: torch.device) -> torch.device:
     return device
 
 
-# ---------------------------------------------------------------------------------------------------- work on rank 0
-
-
 def from_rank0(world: World, value: Any) -> Any:
     """Rank 0's value, on every rank."""
     box = [value]
@@ -200,9 +188,6 @@ def rank0_first(world: World, work: Callable[..., T], *args: Any) -> T:
     """Calls `work` on rank 0, then on the others, which find the files that it unpacked or cached."""
     result: Any = only_rank0(world, work, *args)
     return result if world.first else work(*args)
-
-
-# ------------------------------------------------------------------------------------------------------------ tensors
 
 
 @torch.no_grad()
@@ -258,9 +243,6 @@ def gather_rows(rows: Tensor, positions: list[Tensor], world: World) -> Tensor:
     for at, part in zip(positions, parts, strict=True):
         whole[at.to(rows.device)] = part[: len(at)]
     return whole
-
-
-# ------------------------------------------------------------------------------------------------------------ signals
 
 
 class Watch:

@@ -20,8 +20,6 @@ from .config import Config
 from .data import Dataset, eval_batches, match_inputs
 from .distributed import ALONE, World
 
-__all__ = ["Evaluator", "load_others", "score"]
-
 EVALUATED_WHOLE = 1 << 15  # a sharded head with more classes is never gathered
 
 
@@ -36,8 +34,6 @@ class Evaluator:
     @torch.no_grad()
     def collect(self, dataset: Dataset, part: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """x, p and y of this process's share of a split, batch by batch.
-
-        dataset, part: the data and the split, train, val or test
 
         The head computes in float64, so that no probability rounds to 0 or 1.
         """
@@ -69,8 +65,6 @@ class Evaluator:
     def evaluate(self, dataset: Dataset, part: str) -> tuple[dict[str, float], dict[str, Tensor]]:
         """Metrics of a split, and its outputs: x, p, y and the head's Gaussians where it has them.
 
-        dataset, part: as in `collect`
-
         Every rank returns the metrics; rank 0 has the outputs of all rows.
         """
         if self.network.in_shards and dataset.num_classes > EVALUATED_WHOLE:
@@ -97,10 +91,7 @@ class Evaluator:
         return {"error": error} | stats.geometry().average(), {"y": y, "predicted": predicted}
 
     def class_statistics(self, dataset: Dataset, part: str) -> geometry.ClassStatistics:
-        """Mean and deviation of every output for every class of a split, over all processes.
-
-        dataset, part: as in `collect`
-        """
+        """Mean and deviation of every output for every class of a split, over all processes."""
         stats = geometry.ClassStatistics(dataset.num_classes, multilabel=dataset.multilabel)
         for x, _, y in self.collect(dataset, part):
             stats.update(positive_outputs(x), y)
@@ -111,11 +102,7 @@ class Evaluator:
     ) -> dict[str, float]:
         """Out-of-distribution detection: AUROC of every score, evaluated examples against the test split of other data.
 
-        outputs: what `evaluate` returned
-        stats: class statistics of the training split
-        others: datasets by name, as in `load_others`
-
-        Scores that cannot be computed are a warning, to keep the finished run.
+        stats: class statistics of the training split.  Scores that cannot be computed are a warning, to keep the run.
         """
         outside = {name: self._gather(self.collect(other, "test"), other, "test") for name, other in others.items()}
         return distributed.on_rank0(self.world, _detection, outputs, stats, outside)
@@ -124,9 +111,7 @@ class Evaluator:
 def score(x: Tensor, p: Tensor, y: Tensor) -> dict[str, float]:
     """Metrics and class geometry: error (also of x without the Gaussian term), NLL and ECE, or multi-label metrics.
 
-    x: (N, C) outputs; multi-label (N, L) or (N, 2, L)
-    p: (N, C) or (N, L) probabilities
-    y: (N,) classes; multi-label (N, L) of 0 and 1
+    x: (N, C), multi-label (N, L) or (N, 2, L); p: (N, C) or (N, L); y: (N,), multi-label (N, L) of 0 and 1
 
     >>> x = torch.tensor([[2.0, 0.0], [1.0, 0.0], [0.0, 3.0], [1.0, 0.0]])
     >>> found = score(x, x.softmax(1), torch.tensor([0, 0, 1, 1]))
@@ -157,11 +142,7 @@ def positive_outputs(x: Tensor) -> Tensor:  # (N, C), or (N, 2, L) -> (N, L)
 
 
 def load_others(config: Config, dataset: Dataset, root: str | os.PathLike[str] | None = None) -> dict[str, Dataset]:
-    """The datasets that `config.ood` names, with the input format of the training data.
-
-    config, dataset: of the run
-    root: where the datasets are, as in `gsoftmax.data.load`
-    """
+    """The datasets that `config.ood` names, with the input format of the training data."""
     specs = (config.ood or "").split()
     if not specs:
         return {}

@@ -16,11 +16,7 @@ from .messages import first_line
 
 @contextmanager
 def atomic_file(path: Path, checked: bool = False) -> Iterator[Path]:
-    """An atomic write: yields a temporary path that replaces `path` on success.
-
-    path: the file to write
-    checked: put half of the content's SHA-256 into the name
-    """
+    """Yields a temporary path that replaces `path` on success; `checked` adds half of its SHA-256 to the name."""
     partial = path.with_name(path.name + ".partial")
     try:
         yield partial
@@ -38,19 +34,11 @@ def atomic_file(path: Path, checked: bool = False) -> Iterator[Path]:
 
 
 def atomic_write(path: Path, text: str) -> None:
-    """Writes `text` to the file `path` in UTF-8, atomically.
-
-    path, text: the file and its new content
-    """
     with atomic_file(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 def sha256(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal.
-
-    path: the file, of any size
-    """
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 22):
@@ -61,8 +49,6 @@ def sha256(path: Path) -> str:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Makes a folder and locks it; a second process gets a BlockingIOError.  The lock dies with its process.
-
-    folder: the folder to lock
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder, locked(Path(folder)), locked(Path(folder)):

@@ -17,7 +17,8 @@ def did_you_mean(word: str, choices: Iterable[str], n: int = 1, cutoff: float = 
 
 
 def unknown(kind: str, word: str, choices: Iterable[str]) -> str:
-    """
+    """The beginning of an error message about a word that is none of `choices`.
+
     >>> unknown("head", "gsoftmx", ["softmax", "gsoftmax"])
     "unknown head 'gsoftmx', did you mean 'gsoftmax'"
     """

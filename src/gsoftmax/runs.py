@@ -29,19 +29,11 @@ from .config import Config
 from .files import atomic_file, atomic_write, locked, sha256
 from .messages import first_line
 
-__all__ = ["environment", "folder_name", "read_config", "read_result", "read_rows"]
-
 KEPT = 2  # checkpoints
 
 
 class RunFolder:
-    """A run folder.  A context manager: the folder is locked until the end.
-
-    path: the folder, new or with a run to resume
-    config: of the run, and of the run to resume
-    described: what environment.json says beside the machine
-    resume: whether to continue the run in the folder
-    """
+    """A run folder, locked until the end of its context; `described` joins the machine in environment.json."""
 
     def __init__(
         self, path: str | os.PathLike[str], config: Config, described: Mapping[str, Any], resume: bool
@@ -131,9 +123,7 @@ class RunFolder:
 
 
 def folder_name(head: str) -> str:
-    """The name of a head's folder.
-
-    head: as it is written on the command line
+    """The folder of a head from how it is written on the command line.
 
     >>> folder_name("gsoftmax(lam=4, gaussians=tracked)")
     'gsoftmax-lam=4-gaussians=tracked'
@@ -142,10 +132,7 @@ def folder_name(head: str) -> str:
 
 
 def read_config(run: Path) -> Config | None:
-    """The configuration of a run, None where there is no config.json.
-
-    run: the run folder
-    """
+    """The configuration of a run; None where there is no config.json."""
     path = run / "config.json"
     if not path.exists():
         return None
@@ -165,10 +152,7 @@ def read_environment(run: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_rows(run: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl; an incomplete last line is ignored.
-
-    run: the run folder
-    """
+    """The rows of metrics.jsonl; an incomplete last line is ignored."""
     path = run / "metrics.jsonl"
     if not path.exists():
         return []
@@ -185,10 +169,7 @@ def read_rows(run: Path) -> list[dict[str, Any]]:
 
 
 def read_result(run: Path) -> dict[str, Any] | None:
-    """The final metrics of a run, None where it is not finished.
-
-    run: the run folder
-    """
+    """The final metrics of a run; None where it is not finished."""
     rows = read_rows(run)
     return rows[-1] if rows and rows[-1].get("final") and (run / "outputs.safetensors").exists() else None
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -39,8 +40,9 @@ def train(
 ) -> dict[str, Any]:
     """Trains, evaluates, writes the run folder and returns the final metrics.
 
-    config: what to train; out: the run folder, None to write nothing; data_root: where the datasets are
-    resume: continue from the newest checkpoint in `out`; progress: called with one line of text per batch
+    config, data_root: what to train, and where the datasets are
+    out, resume: the run folder (None to write nothing), and whether to continue from its newest checkpoint
+    progress: called with one line of text per batch
 
     Under torchrun the processes share every batch.  SIGINT and SIGTERM save the state and raise `Stopped`.
     """
@@ -257,14 +259,4 @@ class Run:
         config, epoch, spent = self.config, self.epoch + 1, self.seconds
         left = spent / self.seen * config.batch_size * ((config.epochs - epoch + 1) * self.batches - batch)
         speed = f"{self.seen / max(spent, 1e-9):,.0f}/s"
-        self.progress(f"epoch {epoch}/{config.epochs}  loss {loss:.4f}  {speed}  {clock(left)} left")
-
-
-def clock(seconds: float) -> str:
-    """
-    >>> clock(75), clock(7384)
-    ('1:15', '2:03:04')
-    """
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
+        self.progress(f"epoch {epoch}/{config.epochs}  loss {loss:.4f}  {speed}  {timedelta(seconds=round(left))} left")

@@ -1,6 +1,6 @@
-"""Recipes: named configurations, each only what differs from its base.
+"""Recipes: named configurations, each lists only its differences from its base.
 
-The files beside this one hold them: `tableN.yaml` every row of the paper's tables, with the published numbers;
+The files beside this one define them: `tableN.yaml` every row of the paper's tables, with the published numbers;
 `fast.yaml` the small and the quick ones.
 """
 
@@ -15,18 +15,25 @@ from typing import Any
 from ..config import Config
 from ..messages import did_you_mean
 
+__all__ = ["Recipe", "find", "parse", "recipes"]
+
 
 @dataclass(frozen=True)
 class Recipe:
-    """A configuration with a name; `published` holds the paper's numbers, in percent, where it is a row of a table."""
+    """A named configuration."""
 
-    name: str
-    table: str
-    changes: dict[str, Any]
-    smoke: dict[str, Any]
-    published: dict[str, float]
+    name: str  # on the command line
+    table: str  # the file without .yaml, such as table1
+    changes: dict[str, Any]  # keys that differ from `Config`
+    smoke: dict[str, Any]  # further changes for a smoke test
+    published: dict[str, float]  # the paper's numbers in percent, for a row of its tables
 
     def config(self, changes: Mapping[str, Any] | None = None, *, smoke: bool = False) -> Config:
+        """The configuration.
+
+        changes: further keys, which win
+        smoke: whether it is for a smoke test
+        """
         config = Config().override(self.changes)
         return (config.override(self.smoke) if smoke else config).override(changes or {})
 
@@ -42,8 +49,21 @@ def recipes() -> dict[str, Recipe]:
     return parse({file.name: file.read_text("utf-8") for file in files})
 
 
+def find(name: str) -> Recipe:
+    """The recipe called `name`, or an error that suggests others.
+
+    name: as `gsoftmax recipes` lists it
+    """
+    if name not in recipes():
+        hint = did_you_mean(name, recipes(), 3, 0.4)
+        raise ValueError(f"unknown recipe {name!r}{hint}; `gsoftmax recipes` lists them")
+    return recipes()[name]
+
+
 def parse(files: Mapping[str, str]) -> dict[str, Recipe]:
-    """The recipes in the texts of YAML files, {file name: text}; names that begin with _ are bases only.
+    """The recipes in YAML texts.
+
+    files: texts by file name; recipes whose names begin with _ are bases only
 
     >>> parse({"mine.yaml": "_all: {epochs: 3}\\nquick: {base: _all, lr: 0.5}"})["quick"].changes
     {'epochs': 3, 'lr': 0.5}
@@ -64,24 +84,25 @@ def parse(files: Mapping[str, str]) -> dict[str, Recipe]:
         for name, entry in entries.items():
             _check(file, name, entry)
             written[name] = (file.removesuffix(".yaml"), entry)
-
-    def resolve(name: str, above: tuple[str, ...] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-        file, entry = written[name][0], dict(written[name][1])
-        base = entry.pop("base", None)
-        if base is not None and (base not in written or base in (*above, name)):
-            what = "is built on itself" if base in written else f"has the base {base!r}, which is no recipe"
-            raise ValueError(f"{file}.yaml: recipe {name!r} {what}")
-        changes, smoke = ({}, {}) if base is None else resolve(base, (*above, name))
-        smoke = {**smoke, **entry.pop("smoke", {})}
-        entry.pop("published", None)
-        return {**changes, **entry}, smoke
-
     found = {}
     for name, (table, entry) in written.items():
-        changes, smoke = resolve(name)
+        chain = [entry for _, entry in _bases(written, name)]
+        own = {k: v for one in chain for k, v in one.items() if k not in ("base", "smoke", "published")}
+        smoke = {k: v for one in chain for k, v in one.get("smoke", {}).items()}
         if not name.startswith("_"):
-            found[name] = Recipe(name, table, changes, smoke, entry.get("published", {}))
+            found[name] = Recipe(name, table, own, smoke, entry.get("published", {}))
     return found
+
+
+def _bases(written: Mapping[str, tuple[str, dict[str, Any]]], name: str) -> list[tuple[str, dict[str, Any]]]:
+    """A recipe after its base, the base of that, and so on; their names and entries."""
+    chain = [(name, written[name][1])]
+    while (base := chain[0][1].get("base")) is not None:
+        if base not in written or base in dict(chain):
+            what = "is built on itself" if base in written else f"has the base {base!r}, which is no recipe"
+            raise ValueError(f"{written[chain[0][0]][0]}.yaml: recipe {chain[0][0]!r} {what}")
+        chain.insert(0, (base, written[base][1]))
+    return chain
 
 
 def _check(file: str, name: Any, entry: Any) -> None:
@@ -94,10 +115,3 @@ def _check(file: str, name: Any, entry: Any) -> None:
             raise ValueError(f"{file}: {key} of recipe {name!r} must be a mapping, got {entry[key]!r:.80}")
     if not all(isinstance(v, (int, float)) for v in entry.get("published", {}).values()):
         raise ValueError(f"{file}: published of recipe {name!r} must be numbers, got {entry['published']!r:.80}")
-
-
-def find(name: str) -> Recipe:
-    """The recipe called `name`, or an error that names the nearest."""
-    if name in recipes():
-        return recipes()[name]
-    raise ValueError(f"unknown recipe {name!r}{did_you_mean(name, recipes(), 3, 0.4)}; `gsoftmax recipes` lists them")
