@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gsoftmax import functional
 from gsoftmax.checks import Options
-from gsoftmax.kernels import linear, native
+from gsoftmax.kernels import chunked, linear, native
 from gsoftmax.kernels.linear import Linear
 
 N, D, C = 23, 5, 31
@@ -53,12 +53,13 @@ def exact(values, target, lam, options):
 
 
 DEFAULT = Options()
+EVALUATE = {"chunked": chunked.evaluate, "native": native.evaluate}
 
 
 def ours(values, target, lam=1.0, options=DEFAULT, path="chunked", target_logit=None):
     leaves = [None if v is None else v.clone().requires_grad_() for v in values]
-    *layer, mu, sigma = leaves
-    return linear.linear_cross_entropy(Linear(*layer, target_logit), target, mu, sigma, lam, options, path), leaves
+    layer, gaussians = Linear(*leaves[:3], target_logit), leaves[3:]
+    return linear.linear_cross_entropy(layer, target, *gaussians, lam, options, EVALUATE[path]), leaves
 
 
 def compare(values, target, lam, options, path, tolerance):
@@ -151,7 +152,7 @@ def test_a_loss_scale_reaches_float16_before_it_rounds(monkeypatch):
     weight = (1 + torch.randn(classes, 2) / 8).half()
     target = torch.randint(0, classes, (rows,))
     mu, sigma = torch.zeros(classes), torch.ones(classes)
-    loss = linear.linear_cross_entropy(Linear(h, weight), target, mu, sigma, 1.0, Options(), "chunked")
+    loss = linear.linear_cross_entropy(Linear(h, weight), target, mu, sigma, 1.0, Options(), chunked.evaluate)
     loss.backward(torch.tensor(4096.0, dtype=torch.float16))
     some = h.detach()[:256].double().requires_grad_()  # rows are alone, and scale and mean cancel
     x = some @ weight.double().t()
@@ -161,8 +162,8 @@ def test_a_loss_scale_reaches_float16_before_it_rounds(monkeypatch):
 
 def test_only_what_is_needed():
     values, target = inputs()
-    rest = (1.0, Options(), "chunked")
-    full, leaves = ours(values, target, *rest)
+    rest = (1.0, Options(), chunked.evaluate)
+    full, leaves = ours(values, target)
     full.backward()
     for i in range(5):
         some = [v.clone().requires_grad_(i == j) for j, v in enumerate(values)]
@@ -194,7 +195,7 @@ def test_first_and_second_derivatives(monkeypatch, reduction):
 
     def loss(h, weight, bias, mu, sigma):
         options = Options(reduction=reduction, label_smoothing=0.1)
-        return linear.linear_cross_entropy(Linear(h, weight, bias), target, mu, sigma, 1.0, options, "chunked")
+        return linear.linear_cross_entropy(Linear(h, weight, bias), target, mu, sigma, 1.0, options, chunked.evaluate)
 
     assert torch.autograd.gradcheck(loss, leaves)
     assert torch.autograd.gradgradcheck(loss, leaves)
@@ -303,7 +304,9 @@ def test_the_logits_of_a_margin_never_exist_whole():
         loss.backward()
     assert 5 * C <= largest.size <= 3 * 5 * C < N * C and own.grad.count_nonzero() == N - 1  # one row does not count
     h, weight, _, mu, sigma = values  # which need no gradient now
-    loss = linear.linear_cross_entropy(Linear(h, weight, None, own), target, mu, sigma, 0.0, Options(), "chunked")
+    loss = linear.linear_cross_entropy(
+        Linear(h, weight, None, own), target, mu, sigma, 0.0, Options(), chunked.evaluate
+    )
     (alone,) = torch.autograd.grad(loss, own)
     assert torch.equal(alone, own.grad)
 

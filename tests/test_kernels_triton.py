@@ -22,7 +22,7 @@ if INSIDE:
     import triton
     import triton.language as tl
 
-    from gsoftmax import equations, functional, kernels
+    from gsoftmax import checks, equations, functional, kernels
     from gsoftmax.checks import Options
     from gsoftmax.kernels import launching, linear, triton_ce
     from gsoftmax.kernels.launching import Plan
@@ -386,7 +386,7 @@ def check_calls_like_one_before(monkeypatch):
     monkeypatch.setattr(
         kernels,
         "_choose",
-        lambda *a: ("triton", "") if not kernels.under_transform() and a[0].ndim == 2 else choose(*a),
+        lambda *a: ("triton", "") if not checks.under_transform() and a[2][0].ndim == 2 else choose(*a),
     )
     cached_call, count = kernels.cached_call, []
 
@@ -440,16 +440,21 @@ def check_plans():
 
 def check_what_is_supported():
     x, target, mu, sigma = table(4, 6)
-    assert triton_ce.supported(x, target, mu, sigma, 1.0) == ""
-    assert "float64" in triton_ce.supported(x.double(), target, mu, sigma)
-    assert "lam" in triton_ce.supported(x, target, mu, sigma, 1e3)
-    assert "empty" in triton_ce.supported(x[:0], target[:0], mu, sigma)
-    assert "meta" in triton_ce.supported(x.to("meta"), target, mu, sigma)
+    assert kernels.explain(x, target, mu, sigma, impl="triton") == kernels.Path("triton", "impl='triton'")
+    meta = [v.to("meta") for v in (x, target, mu, sigma)]
     soft = torch.rand(4, 6, device=DEVICE, requires_grad=True)
-    assert "gradient" in triton_ce.supported(x, soft, mu, sigma)
-    seen = []
-    torch.func.vmap(lambda v: seen.append(triton_ce.supported(v, target, mu, sigma)) or v)(x[None])
-    assert "torch.func" in seen[0]
+    for args, why in (
+        ((x.double(), target, mu, sigma), "x is torch.float64"),
+        ((x, target, mu, sigma, 1e3), "lam is above 100"),
+        ((x[:0], target[:0], mu, sigma), "x is empty"),
+        (meta, "x is on meta"),
+        ((x, target, mu, meta[3]), "sigma is on meta"),
+        ((x, soft, mu, sigma), "target or weight requires a gradient"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            kernels.explain(*args, impl="triton")
+    with pytest.raises(ValueError, match="a torch.func transform"):
+        torch.func.vmap(lambda v: functional.gsoftmax_cross_entropy(v, target, mu, sigma, impl="triton"))(x[None])
 
 
 def check_a_gpu_that_runs_no_kernel_is_passed_over(monkeypatch):
@@ -465,7 +470,7 @@ def check_a_gpu_that_runs_no_kernel_is_passed_over(monkeypatch):
     assert why == f"Triton cannot run kernels on {device}: Failed to find C compiler."
     monkeypatch.setattr(launching, "cannot_run", lambda device: f"nothing runs on {device}")
     x = SimpleNamespace(is_cuda=True, dtype=torch.float32, device=torch.device("cuda:3"), numel=lambda: 1)
-    assert triton_ce.supported(x, None) == "nothing runs on cuda:3"
+    assert triton_ce.unsupported(x, 1.0) == "nothing runs on cuda:3"
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -496,7 +501,7 @@ def check_the_linear_layer_in_one(monkeypatch, options, dtype, tolerance):
     _, target, mu, sigma = table(23, 31)
     h, weight, bias = (torch.randn(s, device=DEVICE).to(getattr(torch, dtype)) for s in ((23, 5), (31, 5), (31,)))
     leaves = [v.clone().requires_grad_() for v in (h, weight, bias, mu, sigma)]
-    rest = (options.pop("lam"), Options(**options), "triton")
+    rest = (options.pop("lam"), Options(**options), triton_ce.evaluate)
     loss = linear.linear_cross_entropy(linear.Linear(*leaves[:3]), target, *leaves[3:], *rest)
     exact_leaves = [v.double().requires_grad_() for v in (h, weight, bias, mu, sigma)]
     # x as the matrix product rounds it: what is tested begins there, and the slope of a small sigma would multiply it

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 REDUCTIONS = ("mean", "sum", "none")
 MULTILABEL_REDUCTIONS = ("mean", "sum", "none", "batchmean")
@@ -41,6 +42,16 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 def values_are_free(x: Tensor) -> bool:
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def under_transform() -> bool:
+    """Whether a torch.func transform, forward-mode AD, a dispatch mode or tracing is active."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or forward_ad._current_level >= 0
+        or torch._C._is_tracing()
+    )
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
@@ -105,15 +116,18 @@ def check_sigma(sigma: Tensor) -> None:
         raise ValueError(f"sigma must be positive, got a minimum of {sigma.min().item()}")
 
 
+def check_reduction(options: Options, choices: Sequence[str]) -> None:
+    check_choice("reduction", options.reduction, choices)
+    if not 0.0 <= options.label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing must lie between 0 and 1, got {options.label_smoothing!r}")
+
+
 def check_cross_entropy(x: Tensor, target: Tensor, options: Options) -> None:
-    weight, ignore_index, reduction, label_smoothing = options
+    weight, ignore_index = options.weight, options.ignore_index
     check_outputs(x)
     if not isinstance(target, Tensor):
         raise TypeError(f"target must be a tensor, got {type(target).__name__}")
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing must lie between 0 and 1, got {label_smoothing!r}")
+    check_reduction(options, REDUCTIONS)
     classes = x.shape[class_dim(x)]
     if weight is not None and weight.shape != (classes,):
         raise ValueError(f"weight must have shape ({classes},), one value for each class, got {tuple(weight.shape)}")
@@ -174,8 +188,7 @@ def flatten_linear(
 
 
 def check_form(form: str, x_pos: Tensor, x_neg: Tensor | None) -> None:
-    if form not in MULTILABEL_FORMS:
-        raise ValueError(f"form must be one of {', '.join(MULTILABEL_FORMS)}, got {form!r}")
+    check_choice("form", form, MULTILABEL_FORMS)
     check_outputs(x_pos, "x_pos")
     if x_pos.ndim > 2:
         raise ValueError(f"x_pos must be (N, L) or (L,), got {tuple(x_pos.shape)}")
@@ -187,25 +200,15 @@ def check_form(form: str, x_pos: Tensor, x_neg: Tensor | None) -> None:
 
 
 def check_multilabel(
-    x_pos: Tensor,
-    x_neg: Tensor | None,
-    target: Tensor,
-    form: str,
-    weight: Tensor | None,
-    pos_weight: Tensor | None,
-    reduction: str,
-    label_smoothing: float,
+    x_pos: Tensor, x_neg: Tensor | None, target: Tensor, form: str, pos_weight: Tensor | None, options: Options
 ) -> None:
     check_form(form, x_pos, x_neg)
-    if reduction not in MULTILABEL_REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(MULTILABEL_REDUCTIONS)}, got {reduction!r}")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing must lie between 0 and 1, got {label_smoothing!r}")
+    check_reduction(options, MULTILABEL_REDUCTIONS)
     if not isinstance(target, Tensor) or target.shape != x_pos.shape:
         seen = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
         raise ValueError(f"target must have x_pos's shape {tuple(x_pos.shape)}, one value for each label, got {seen}")
     labels = x_pos.shape[-1]
-    for name, v in (("weight", weight), ("pos_weight", pos_weight)):
+    for name, v in (("weight", options.weight), ("pos_weight", pos_weight)):
         if v is not None and v.shape != (labels,):
             raise ValueError(f"{name} must have shape ({labels},), one value for each label, got {tuple(v.shape)}")
 

@@ -201,7 +201,8 @@ def multilabel_cross_entropy(
     tensor(0.1269)
     """
     lam = checks.check_lam(lam)
-    checks.check_multilabel(x_pos, x_neg, target, form, weight, pos_weight, reduction, label_smoothing)
+    options = Options(weight, ignore_index, reduction, label_smoothing)
+    checks.check_multilabel(x_pos, x_neg, target, form, pos_weight, options)
     z_pos, z_neg = _multilabel_logits(x_pos, x_neg, form, gaussians, lam)
 
     known = target != ignore_index

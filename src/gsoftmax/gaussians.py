@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import checks, equations
+from . import checks, equations, kernels
 
 __all__ = ["GAUSSIANS", "GaussianLogits", "check_optimised", "param_groups"]
 
@@ -187,8 +187,10 @@ class GaussianLogits(nn.Module):
         # Triton's interpreter, which runs kernels on the CPU, is switched on by the same variable.
         if torch.compiler.is_compiling() or not (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
             return None
-        kernel = _kernel()
-        if kernel is None or _processes() > 1 or not kernel.supported(x, target, self.mu, self.rho):
+        if kernels.load_triton("triton_track") or _processes() > 1:
+            return None
+        kernel = kernels.triton_track
+        if not kernel.supported(x, target, self.mu, self.rho):
             return None
         x = x.detach() if x.ndim == 2 else _rows(x.detach(), self.num_classes)
         target = None if target is None else target.reshape(-1)
@@ -333,13 +335,3 @@ def _rows(x: Tensor, classes: int) -> Tensor:
 
 def _processes() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-@functools.lru_cache
-def _kernel() -> Any:
-    """The module with the step of tracked Gaussians as one kernel; None where there is no Triton."""
-    try:
-        from .kernels import triton_track
-    except ImportError:
-        return None
-    return triton_track

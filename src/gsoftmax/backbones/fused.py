@@ -33,7 +33,8 @@ try:
     import triton
     import triton.language as tl
 
-    from ..kernels import launching, under_transform
+    from ..checks import under_transform
+    from ..kernels import launching
     from ..kernels.triton_ce import ROOT, gaussian_term
 except ImportError:  # no Triton: `usable` says so
     triton = None

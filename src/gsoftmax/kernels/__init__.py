@@ -1,4 +1,4 @@
-"""Fused versions of the losses in `gsoftmax.functional`, chosen by `impl=`.
+"""Fused versions of the losses in `gsoftmax.functional`, selected by `impl=`.
 
 ========= ==========================================================================================================
 plain     the formula step by step: runs anywhere, under every transform, and keeps about nine tensors of x's size
@@ -7,22 +7,26 @@ native    the same in compiled code with SIMD and threads; CPU, float32, bfloat1
 triton    GPU kernels
 ========= ==========================================================================================================
 
-"auto" takes the fastest that can do what is asked; `explain` says which one, and why.
+"auto" selects the fastest implementation that supports the call; `explain` says which one, and why.
 """
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from .. import checks, equations
 from ..checks import Options
 from . import chunked, linear, native
+from .autograd import Loss, apply
+
+if TYPE_CHECKING:
+    from . import triton_ce, triton_track  # noqa: F401  `load_triton` imports them
 
 __all__ = ["IMPLS", "Path", "explain"]
 
@@ -31,20 +35,22 @@ IMPLS = ("auto", "plain", "chunked", "native", "triton")
 # Below this many elements the plain formula is faster than the chunked one, whose steps in Python cost more than the
 # arithmetic.
 SMALL = 30_000
-# From this many elements on, the outputs of a linear layer are worth making a chunk at a time.
+# Below this many elements on a GPU torch.compile does better with the plain formula than with a kernel call.
+SMALL_COMPILED = 1 << 22
+# From this many elements on, the outputs of a linear layer are worth computing chunk by chunk.
 LARGE_LINEAR = {"cpu": 1 << 22, "cuda": 1 << 26}
 
 
 @dataclass(frozen=True)
 class Path:
-    """How a call is computed, and why that way.
+    """The implementation chosen for a call, and the reason.
 
     >>> print(Path("plain", "impl='plain'"))
     plain: impl='plain'
     """
 
-    name: str
-    why: str
+    name: str  # one of IMPLS except "auto"
+    why: str  # the reason, in a few words
 
     def __str__(self) -> str:
         return f"{self.name}: {self.why}"
@@ -63,7 +69,9 @@ def explain(
     label_smoothing: float = 0.0,
     impl: str = "auto",
 ) -> Path:
-    """The path that `gsoftmax_cross_entropy` takes when called like this, and why.
+    """The implementation that `gsoftmax_cross_entropy` uses for these arguments, and why.
+
+    All arguments as in `gsoftmax.functional.gsoftmax_cross_entropy`.
 
     >>> x, target = torch.zeros(2, 4, dtype=torch.float64), torch.tensor([0, 1])
     >>> explain(x, target, 0.0, 1.0)
@@ -74,7 +82,7 @@ def explain(
     mu, sigma = checks.as_gaussians(x, mu, sigma, lam)
     if lam == 0:
         return Path("plain", "lam is 0: torch.nn.functional.cross_entropy itself")
-    name, why = _choose(x, target, mu, sigma, lam, weight, impl)
+    name, why = _choose(impl, lam, (x, target, mu, sigma, weight))
     if name == "native":
         threads = torch.get_num_threads()
         why += f", {native.explain_instructions()}, {threads} thread{'s' if threads > 1 else ''}"
@@ -86,31 +94,55 @@ def cross_entropy(
 ) -> Tensor:
     """`gsoftmax_cross_entropy` after its checks: lam is a float, mu and sigma are (C,) in the compute dtype.
 
-    Whether sigma is positive is seen by the path that is taken: the compiled kernel sees it at no cost.
+    The chosen implementation checks that sigma is positive: the compiled kernel does so at no cost.
     """
-    path = "plain"
-    if lam != 0:
-        path, _ = _choose(x, target, mu, sigma, lam, options.weight, impl)
+    path = "plain" if lam == 0 else _choose(impl, lam, (x, target, mu, sigma, options.weight))[0]
     if path == "plain":
         return equations.cross_entropy(x, target, mu, sigma, lam, options)
     if path == "triton":
-        from . import triton_ce
-
-        seen_again = impl == "auto" and options.weight is None and x.dtype is not torch.float16
-        if seen_again and not torch.compiler.is_compiling():
+        repeatable = impl == "auto" and options.weight is None and x.dtype is not torch.float16
+        if repeatable and not torch.compiler.is_compiling():
             if len(_checked) >= 4096:  # every batch has another size
                 _checked.clear()
             _checked[_kind(x, target, mu, sigma, lam, options)] = triton_ce.cross_entropy
         return triton_ce.cross_entropy(x, target, mu, sigma, lam, options)
     evaluate = native.evaluate if path == "native" else chunked.evaluate
-    if torch.is_grad_enabled() and (x.requires_grad or mu.requires_grad or sigma.requires_grad):
-        return _Fused.apply(x, mu, sigma, target, options.weight, lam, options, evaluate)
-    loss = evaluate(x, target, mu, sigma, lam, options, False, False)[0]
-    return loss if x.dtype is torch.float32 else equations.loss_dtype(loss, x)
+    return apply(Loss(target, lam, options, evaluate), x, mu, sigma)
 
 
-# Kinds of calls whose arguments were checked once and which then went to a GPU's kernels.  What is checked, and what
-# the kernels are chosen by, is in a kind, but for the state that `cached_call` looks at.
+def linear_cross_entropy(
+    layer: linear.Linear, target: Tensor, mu: Tensor, sigma: Tensor, lam: float, options: Options, impl: str
+) -> Tensor:
+    """The same for `linear_gsoftmax_cross_entropy`."""
+    path, _ = _choose_linear(impl, lam, layer, (target, mu, sigma, options.weight))
+    if path == "plain":
+        x = layer.outputs(target, options.ignore_index)
+        checks.check_cross_entropy(x, target, options)
+        return cross_entropy(x, target, mu, sigma, lam, options, impl)
+    module = triton_ce if path == "triton" else native if path == "native" else chunked
+    return linear.linear_cross_entropy(layer, target, mu, sigma, lam, options, module.evaluate)
+
+
+def load_triton(name: str) -> str:
+    """Import `triton_ce` or `triton_track` of this package; why that fails, or "".
+
+    The only import that waits until it is needed, on a GPU or in Triton's interpreter: Triton takes 0.4 s to import.
+    """
+    try:
+        importlib.import_module(f"{__name__}.{name}")
+    except ImportError as error:
+        return f"Triton cannot be imported ({error})"
+    return ""
+
+
+# What torch.compiler.assume_constant_result does, without importing torch._dynamo for it.
+load_triton.__dict__["_dynamo_marked_constant"] = True
+
+
+# ------------------------------------------------------------------------------------------ repeated calls on a GPU
+
+# Calls that were validated and went to a GPU's kernels, by everything that was validated and that the choice of the
+# implementation depends on, except the state that `cached_call` checks.
 _checked: dict[Any, Any] = {}
 
 
@@ -123,221 +155,98 @@ def _kind(x: Tensor, target: Tensor, mu: Any, sigma: Any, lam: Any, options: Opt
 
 
 def cached_call(x: Tensor, target: Tensor, mu: Any, sigma: Any, lam: Any, options: Options) -> Tensor | None:
-    """The loss of a call like one before, on a GPU, where checking takes as long as launching; else None."""
-    if not _checked or torch.compiler.is_compiling() or under_transform():
+    """The loss of a repeated call on a GPU, where validation costs as much as the launch; None for other calls."""
+    if not _checked or torch.compiler.is_compiling() or checks.under_transform():
         return None
     try:
         found = _checked.get(_kind(x, target, mu, sigma, lam, options))
-    except (AttributeError, TypeError):  # not tensors, or not hashable: the checks have words for it
+    except (AttributeError, TypeError):  # not tensors, or not hashable: the checks raise the error
         return None
     if found is None or x.is_neg() or mu.is_neg() or sigma.is_neg() or target.requires_grad:
         return None
     return found(x, target, mu, sigma, lam, options)
 
 
-def linear_cross_entropy(
-    layer: linear.Linear, target: Tensor, mu: Tensor, sigma: Tensor, lam: float, options: Options, impl: str
-) -> Tensor:
-    """The same for `linear_gsoftmax_cross_entropy`."""
-    h, weight, bias, target_logit = layer
-    path, _ = _choose_linear(h, weight, bias, target, mu, sigma, lam, options.weight, impl)
-    if path == "plain":
-        x = F.linear(h, weight, bias)
-        if target_logit is not None:
-            x = equations.with_target_logit(x, target, target_logit, options.ignore_index)
-        checks.check_cross_entropy(x, target, options)
-        return cross_entropy(x, target, mu, sigma, lam, options, impl)
-    return linear.linear_cross_entropy(layer, target, mu, sigma, lam, options, path)
-
-
-class _Fused(torch.autograd.Function):
-    """Loss and gradients from `evaluate` of native.py or chunked.py, as one node of the graph.
-
-    The gradients are made with the loss, while x is in the cache, and wait for the backward pass, which gives them away
-    (they may become somebody's `.grad`), so that a second pass over a retained graph makes them again from x.  They
-    cannot be made early where they depend on the incoming gradient: one for each row (reduction="none"), or float16, in
-    which a gradient that a loss scale is about to lift would already have been rounded to zero.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        mu: Tensor,
-        sigma: Tensor,
-        target: Tensor,
-        weight: Tensor | None,
-        lam: float,
-        options: Options,
-        evaluate: Any,
-    ) -> Tensor:
-        want_x, *want = ctx.needs_input_grad[:3]
-        early = options.reduction != "none" and x.dtype is not torch.float16
-        wanted = (early and want_x, early and (want[0] or want[1]))
-        loss, *gradients = evaluate(x, target, mu, sigma, lam, options, *wanted)
-        ctx.save_for_backward(x, mu, sigma, target, weight)
-        ctx.lam, ctx.options, ctx.evaluate = lam, options, evaluate
-        ctx.ready = [gradients] if early else []
-        return loss if x.dtype is torch.float32 else equations.loss_dtype(loss, x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        create_graph = torch.is_grad_enabled()
-        if ctx.ready and not create_graph:
-            gradients = ctx.ready.pop()
-            if not grad.is_cpu or grad.item() != 1:
-                for v in gradients:
-                    if v is not None:
-                        v.mul_(grad)  # nobody else has it
-        else:
-            gradients = _again(ctx, grad, create_graph)
-        _, want_mu, want_sigma = ctx.needs_input_grad[:3]
-        dx, dmu, dsigma = gradients
-        return dx, dmu if want_mu else None, dsigma if want_sigma else None, *(None,) * 5
-
-
-def _again(ctx: Any, grad: Tensor, create_graph: bool) -> tuple[Tensor | None, ...]:
-    """dx, dmu and dsigma from what was saved; by the plain formula if they are to be differentiated themselves."""
-    x, mu, sigma, target, _ = ctx.saved_tensors  # raises if the weight was changed in place
-    lam, options = ctx.lam, ctx.options
-    want = ctx.needs_input_grad[:3]
-    if not create_graph:
-        return ctx.evaluate(x, target, mu, sigma, lam, options, want[0], want[1] or want[2], grad)[1:]
-    loss = equations.cross_entropy(x, target, mu, sigma, lam, options)
-    inputs = [v for v, wanted in zip((x, mu, sigma), want, strict=True) if wanted]
-    made = iter(torch.autograd.grad(loss, inputs, grad, create_graph=True))
-    return tuple(next(made) if wanted else None for wanted in want)
-
-
 # ----------------------------------------------------------------------------------------------------------- the choice
 
+# What "auto" tries on a device, in this order, before the plain formula.
+_ORDER = {"cpu": ("native", "chunked"), "cuda": ("triton", "chunked")}
+_WHY = {"native": "the compiled kernel", "triton": "x is on a GPU"}
+_NAMES = ("x", "target", "mu", "sigma", "weight")
+_LINEAR_NAMES = ("h", "target", "mu", "sigma", "class_weight", "weight", "bias")
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _HALF_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
-_ASKED = {name: (name, f"impl={name!r}") for name in IMPLS}
-_NATIVE = ("native", "the compiled kernel")
 
 
 def _choose(
-    x: Tensor, target: Tensor, mu: Tensor, sigma: Tensor, lam: float, weight: Tensor | None, impl: str
+    impl: str, lam: float, tensors: Sequence[Any], names: tuple[str, ...] = _NAMES, why_first: str = ""
 ) -> tuple[str, str]:
-    """(path, why); a ValueError where `impl` names one that cannot do it."""
+    """(path, why): the first candidate without a reason against it; a ValueError where `impl` names one that has."""
     if impl == "plain":
-        return _ASKED["plain"]
-    if impl not in IMPLS:
-        raise ValueError(f"impl must be one of {', '.join(IMPLS)}, got {impl!r}")
-    device = x.device.type
-    if impl == "triton" or (impl == "auto" and device == "cuda"):
-        why_not = _no_triton(x, target, mu, sigma, lam, weight)
-        if impl == "auto" and not why_not and torch.compiler.is_compiling():
-            from . import triton_ce
-
-            if triton_ce.prefer_plain_when_compiling(x):
-                return "plain", "torch.compile fuses a plain formula of this size better than a kernel call"
-        if not why_not:
-            return ("triton", "x is on a GPU") if impl == "auto" else _ASKED[impl]
-        if impl == "triton":
-            raise ValueError(f"impl='triton' cannot be taken: {why_not}; impl='auto' takes what can")
-        why_not_chunked = _no_fused(x, target, mu, sigma, weight) or _too_small(x)
-        return ("plain", f"{why_not}; {why_not_chunked}") if why_not_chunked else ("chunked", why_not)
-
-    why_not = _no_fused(x, target, mu, sigma, weight)
-    if impl == "chunked" and not why_not:
-        return _ASKED[impl]
-    if not why_not and (device != "cpu" or x.dtype not in _HALF_OR_SINGLE):
-        why_not = f"x is {x.dtype}" if device == "cpu" else f"x is on {device}"
-    if impl == "auto" and why_not:
-        return "plain", why_not
-    if not why_not:
-        why_not = native.unavailable()
-        if not why_not:
-            return _NATIVE if impl == "auto" else _ASKED[impl]
-    if impl != "auto":
-        raise ValueError(f"impl={impl!r} cannot be taken: {why_not}; impl='auto' takes what can")
-    small = _too_small(x)
-    return ("plain", f"{why_not}; {small}") if small else ("chunked", why_not)
+        return "plain", "impl='plain'"
+    checks.check_choice("impl", impl, IMPLS)
+    auto, device = impl == "auto", tensors[0].device.type
+    reasons: list[str] = []
+    for path in _ORDER.get(device, ()) if auto else (impl,):
+        why = _unsupported(path, lam, tensors, names) or (_slower(path, tensors[0], names) if auto else "")
+        if not why:
+            return path, reasons[-1] if reasons else why_first or _WHY[path] if auto else f"impl={impl!r}"
+        reasons.append(why)
+    if not auto:
+        raise ValueError(f"impl={impl!r} is not available: {reasons[0]}; impl='auto' falls back automatically")
+    return "plain", "; ".join(dict.fromkeys(reasons)) or f"{names[0]} is on {device}"
 
 
-def _choose_linear(
-    h: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    mu: Tensor,
-    sigma: Tensor,
-    lam: float,
-    class_weight: Tensor | None,
-    impl: str,
-) -> tuple[str, str]:
-    """The same for a linear layer and the loss in one; "plain" here means to make x first."""
-    if impl == "plain":
-        return _ASKED["plain"]
-    if impl not in IMPLS:
-        raise ValueError(f"impl must be one of {', '.join(IMPLS)}, got {impl!r}")
-    device = h.device.type
-    elements = target.numel() * (1 if target.is_floating_point() else weight.shape[0])
+def _choose_linear(impl: str, lam: float, layer: linear.Linear, rest: Sequence[Any]) -> tuple[str, str]:
+    """The same for a linear layer and target, mu, sigma, class_weight; "plain" here means to compute all of x first."""
+    target, device = rest[0], layer.h.device.type
+    elements = target.numel() * (1 if target.is_floating_point() else layer.weight.shape[0])
     if impl == "auto" and elements < LARGE_LINEAR.get(device, 0):
-        return "plain", f"x has {elements} elements, few enough to be made at once"
-    why_not = _no_fused(h, target, mu, sigma, class_weight)
-    for v in (weight, bias):
-        if not why_not and v is not None and (type(v) not in _PLAIN_TYPES or v.device != h.device):
-            why_not = f"weight or bias is a {type(v).__name__} on {v.device}"
-    if not why_not and (device not in LARGE_LINEAR or (impl != "chunked" and h.dtype not in _HALF_OR_SINGLE)):
-        why_not = f"h is {h.dtype}" if device in LARGE_LINEAR else f"h is on {device}"
-    if impl == "auto" and why_not:
-        return "plain", why_not
-    # Who is to do the loss of a chunk, and why not
-    path = impl if impl != "auto" else "triton" if device == "cuda" else "native"
-    if not why_not and path == "triton":
-        why_not = _no_triton(h, target, mu, sigma, lam, class_weight)
-    elif not why_not and path == "native":
-        why_not = native.unavailable() if device == "cpu" else f"h is on {device}"
-    if impl == "auto":
-        return ("chunked", why_not) if why_not else (path, f"x has {elements} elements")
-    if why_not:
-        raise ValueError(f"impl={impl!r} cannot be taken: {why_not}; impl='auto' takes what can")
-    return _ASKED[impl]
+        return "plain", f"x has {elements} elements, few enough to compute without chunks"
+    tensors = (layer.h, *rest, layer.weight, layer.bias)
+    return _choose(impl, lam, tensors, _LINEAR_NAMES, f"x has {elements} elements")
 
 
-def _no_fused(x: Tensor, target: Tensor, mu: Tensor, sigma: Tensor, weight: Tensor | None) -> str:
-    """Why only the plain formula will do, in words; empty when a fused path can be taken."""
-    if torch.compiler.is_compiling():
+def _unsupported(path: str, lam: float, tensors: Sequence[Any], names: tuple[str, ...]) -> str:
+    """Why `path` does not support these arguments; "" if it does."""
+    x, target, weight = tensors[0], tensors[1], tensors[4]
+    compiling = torch.compiler.is_compiling()
+    if compiling and (path != "triton" or names[0] != "x"):
         return "torch.compile fuses the plain formula itself"
-    if under_transform():
-        return "torch.func, forward-mode or tracing is at work"
+    if not compiling and checks.under_transform():
+        return "a torch.func transform, forward-mode AD or tracing is active"
+    if path == "triton" and (why := load_triton("triton_ce") or triton_ce.unsupported(x, lam)):
+        return why
     cpu = x.is_cpu
-    for v in (x, target, mu, sigma) if weight is None else (x, target, mu, sigma, weight):
-        if type(v) not in _PLAIN_TYPES:
-            return f"an argument is a {type(v).__name__}"
-        if v.layout is not torch.strided or v.is_neg():
-            return f"an argument is {v.layout} or a negated view, not an array in memory"
-        if v.is_cpu != cpu:
-            return f"an argument is on {v.device}, x on {x.device}"
+    for i, v in enumerate(tensors):
+        if v is None:
+            continue
+        if not compiling and (type(v) not in _PLAIN_TYPES or v.layout is not torch.strided or v.is_neg()):
+            return f"{names[i]} is a {type(v).__name__} of layout {v.layout}, not a plain array in memory"
+        if v.is_cpu != cpu or not (cpu or v.device == x.device):
+            return f"{names[i]} is on {v.device}, {names[0]} on {x.device}"
     if target.requires_grad or (weight is not None and weight.requires_grad):
-        return "a gradient for target or weight is wanted"
-    if target.is_floating_point() and (
-        target.dtype is torch.float64 or (weight is not None and weight.dtype is torch.float64)
-    ):
+        return "target or weight requires a gradient"
+    if x.numel() == 0:
+        return f"{names[0]} is empty"
+    if path == "triton":
+        return ""
+    if target.is_floating_point() and torch.float64 in (target.dtype, None if weight is None else weight.dtype):
         return "target or weight is torch.float64"
-    return "x is empty" if x.numel() == 0 else ""
+    if path == "native":
+        if not cpu:
+            return f"{names[0]} is on {x.device.type}"
+        return native.unavailable() if x.dtype in _HALF_OR_SINGLE else f"{names[0]} is {x.dtype}"
+    return ""
 
 
-def under_transform() -> bool:
-    """Whether operations mean something else than usual just now: torch.func, forward mode, tracing."""
-    return (
-        torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or forward_ad._current_level >= 0
-        or torch._C._is_tracing()
-    )
-
-
-def _too_small(x: Tensor) -> str:
-    return f"{x.numel()} elements are fastest in one go" if x.numel() < SMALL else ""
-
-
-def _no_triton(x: Tensor, target: Tensor, *rest: Any) -> str:
-    try:
-        from . import triton_ce
-    except ImportError as error:
-        return f"Triton cannot be imported ({error})"
-    return triton_ce.supported(x, target, *rest)
+def _slower(path: str, x: Tensor, names: tuple[str, ...]) -> str:
+    """Why the plain formula is faster than `path`; "" if it is not."""
+    whole = names[0] == "x"  # not chunks of a linear layer
+    if path == "triton" and whole and torch.compiler.is_compiling() and x.numel() < SMALL_COMPILED:
+        return "torch.compile fuses a plain formula of this size better than a kernel call"
+    if path == "chunked" and x.dtype not in _HALF_OR_SINGLE and (x.is_cpu or not whole):
+        return f"{names[0]} is {x.dtype}"
+    if path == "chunked" and whole and x.numel() < SMALL:
+        return f"{x.numel()} elements: the plain formula is fastest"
+    return ""

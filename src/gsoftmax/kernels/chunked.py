@@ -1,13 +1,13 @@
-"""The fused loss in pure torch: gradients made together with the loss, a chunk of rows at a time.
+"""The fused loss in pure torch: computes gradients together with the loss, a chunk of rows at a time.
 
 Autograd of the plain formula keeps nine tensors of x's size.  Here only dx has that size: a chunk small enough for the
-caches goes through all the steps before the next one is read, in buffers that are used again.
+caches goes through all steps before the next one is read, in reused buffers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -28,14 +28,14 @@ def evaluate(
     sigma: Tensor,
     lam: float,
     options: Options,
-    want_x: bool,
-    want_gaussians: bool,
+    need: Sequence[bool],
     grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The loss and its gradients dx, dmu, dsigma, those that are wanted: what `native.evaluate` does, on any device.
+    """The loss and its gradients: arguments and results as in `native.evaluate`, on any device and in any dtype.
 
     >>> x, one = torch.zeros(2, 4), torch.ones(4)
-    >>> loss, dx, *_ = evaluate(x, torch.tensor([0, 1]), 0 * one, one, 1.0, Options(reduction="sum"), True, False)
+    >>> options, need = Options(reduction="sum"), (True, False, False)
+    >>> loss, dx, *_ = evaluate(x, torch.tensor([0, 1]), 0 * one, one, 1.0, options, need)
     >>> loss, dx[0]
     (tensor(2.7726), tensor([-1.0492,  0.3497,  0.3497,  0.3497]))
     """
@@ -45,10 +45,10 @@ def evaluate(
     n, c, s = x.shape
     check_sigma(sigma)
 
-    # The target of a row is y = y0 + prob * y1 on all classes, and `own` more at its label; weights are inside.
+    # The target of a row is y = y0 + prob * y1 on all classes, plus `at_label` at its label; weights are included.
     w = torch.ones(c, dtype=dtype, device=device) if weight is None else weight.to(dtype)
     y0, y1 = (w * (label_smoothing / c)).view(1, c, 1), (w * (1 - label_smoothing)).view(1, c, 1)
-    prob = label = keep = own = None
+    prob = label = keep = at_label = None
     if target.is_floating_point():
         prob = target.reshape(n, c, s)
         total = torch.full((), n * s, dtype=dtype, device=device)
@@ -57,12 +57,12 @@ def evaluate(
         label = target.reshape(n, 1, s).long()
         keep = label != ignore_index  # (N, 1, S)
         label = torch.where(keep, label, 0)
-        own = torch.where(keep, w[label], 0)
-        total = own.sum()
-        own = own * (1 - label_smoothing)
+        at_label = torch.where(keep, w[label], 0)
+        total = at_label.sum()
+        at_label = at_label * (1 - label_smoothing)
     factor = 1 / total if reduction == "mean" else torch.ones_like(total)  # of every row's gradient
     if grad is not None:
-        factor = factor * grad.to(dtype).reshape((n, 1, s) if reduction == "none" else ())
+        factor = factor * grad.to(dtype).reshape((n, 1, s) if grad.ndim else ())
     factor = factor.expand(n, 1, s)
 
     # With v = u / sqrt(2): Phi = (1 + erf(v)) / 2, whose half is the same for all classes and cancels in the softmax;
@@ -72,7 +72,7 @@ def evaluate(
     mu, bound, slope = mu.view(1, c, 1), U_MAX[dtype] * math.sqrt(0.5), lam / math.sqrt(math.pi) * scale
 
     loss = torch.empty((n, 1, s), dtype=dtype, device=device)
-    dx = torch.empty_like(x) if want_x else None
+    dx = torch.empty_like(x) if need[0] else None
     sum_e = torch.zeros(c, dtype=torch.float64, device=device)
     sum_ev = torch.zeros_like(sum_e)
     buffers = torch.empty((3, max(min(CHUNK, n * c * s), c)), dtype=dtype, device=device)
@@ -92,34 +92,34 @@ def evaluate(
             y = y0 if prob is None else torch.addcmul(y0, prob[at].to(dtype), y1)
             all_y = y.sum(1, keepdim=True)
             part = -torch.mul(y, z, out=e).sum(1, keepdim=True)
-        if own is not None and label is not None:
-            all_y = all_y + own[at]
-            part = part - own[at] * z.gather(1, label[at])
+        if at_label is not None and label is not None:
+            all_y = all_y + at_label[at]
+            part = part - at_label[at] * z.gather(1, label[at])
         torch.exp2(z.mul_(LOG2_E), out=z)
         sum_z = z.sum(1, keepdim=True)
         part = part + all_y * sum_z.log()
         loss[at] = part if keep is None else torch.where(keep[at], part, 0)
-        if not want_x and not want_gaussians:
+        if not any(need):
             continue
 
         f = factor[at]
         k = all_y * f / sum_z
-        if keep is not None:  # 1 / 0 where nothing counts
+        if keep is not None:  # infinite if every row is ignored
             f, k = torch.where(keep[at], f, 0), torch.where(keep[at], k, 0)
         d = z.mul_(k)  # becomes f (p - y)
         if y is not None:
             d.sub_(torch.mul(y, f, out=e))
-        if own is not None and label is not None:
-            d.scatter_add_(1, label[at], -own[at] * f)
+        if at_label is not None and label is not None:
+            d.scatter_add_(1, label[at], -at_label[at] * f)
         torch.exp2(torch.mul(v, v, out=e).mul_(-LOG2_E), out=e).mul_(d)
-        if want_gaussians:
+        if need[1]:
             sum_e += e.sum((0, 2))
         if dx is not None:
             if dx.dtype == dtype:
                 torch.addcmul(d, e, slope, out=dx[at])
             else:
                 dx[at] = torch.addcmul(d, e, slope, out=d)
-        if want_gaussians:
+        if need[2]:
             sum_ev += e.mul_(v).sum((0, 2))
 
     if reduction == "none":
@@ -128,10 +128,9 @@ def evaluate(
         loss = loss.sum() / total if reduction == "mean" else loss.sum()
     if dx is not None:
         dx = dx.view(shape)
-    if not want_gaussians:
-        return loss, dx, None, None
     slope = slope.view(c).double()
-    return loss, dx, (-slope * sum_e).to(dtype), (-math.sqrt(2) * slope * sum_ev).to(dtype)
+    dmu = (-slope * sum_e).to(dtype) if need[1] else None
+    return loss, dx, dmu, (-math.sqrt(2) * slope * sum_ev).to(dtype) if need[2] else None
 
 
 def _chunks(n: int, c: int, s: int) -> Iterator[tuple[slice, slice, slice]]:

@@ -7,6 +7,7 @@ import os
 import platform
 import struct
 import zlib
+from collections.abc import Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
@@ -116,15 +117,15 @@ def evaluate(
     sigma: Tensor,
     lam: float,
     options: Options,
-    want_x: bool,
-    want_gaussians: bool,
+    need: Sequence[bool],
     grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The loss in float32 and its gradients dx, dmu, dsigma, those that are wanted, without autograd.
+    """The loss in float32 and its gradients dx, dmu and dsigma, None where `need` is false, without autograd.
 
-    Everything is on the CPU; x is (N, C), (N, C, d1, ...) or (C,) in float32, bfloat16 or float16, with any strides; mu
-    and sigma are float32.  `grad`, a number or one for each loss with reduction="none", multiplies the gradients.  For
-    an example see `chunked.evaluate`, which takes and gives the same.
+    x: (N, C), (N, C, d1, ...) or (C,) on the CPU in float32, bfloat16 or float16, with any strides
+    target: class indices or probabilities; mu, sigma: (C,) in float32
+    need: which of dx, dmu and dsigma to compute
+    grad: a number, or one per loss with reduction="none", that multiplies the gradients
     """
     if _call is None and unavailable():
         raise RuntimeError(_why)
@@ -154,16 +155,16 @@ def evaluate(
     row_grad, scale = None, 1.0
     if reduction == "none":
         loss = _empty(shape[:1] + shape[2:] if dims > 1 else (), dtype=torch.float32)
-        row_grad = None if grad is None else grad.to(torch.float32).contiguous()
+        row_grad = None if grad is None else grad.to(torch.float32).expand(loss.shape).contiguous()
     else:
         loss = _empty_like(_NUMBER)
         scale = 1.0 if grad is None else float(grad)
     dx = dmu = dsigma = None
     dx_strides = _NO_STRIDES
-    if want_x:
+    if need[0]:
         dx = _empty_like(x)
         dx_strides = _strides(dx)
-    if want_gaussians:
+    if need[1] or need[2]:
         dmu, dsigma = _empty_like(mu), _empty_like(mu)
 
     label, prob = (0, target.data_ptr()) if probabilities else (target.data_ptr(), 0)
@@ -205,4 +206,4 @@ def evaluate(
         raise MemoryError(f"no memory for the scratch space of {c} classes")
     if dims > 3 and dx is not None:
         dx = dx.view(shape)
-    return loss, dx, dmu, dsigma
+    return loss, dx, dmu if need[1] else None, dsigma if need[2] else None

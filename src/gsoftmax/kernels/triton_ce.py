@@ -34,6 +34,8 @@ its row's loss and gradient are NaN.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -42,12 +44,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import equations
 from ..checks import Options
-from . import under_transform
+from .autograd import Loss, apply
 from .launching import (
     DTYPES,
-    TYPES,
     Call,
     Plan,
     calls,
@@ -73,8 +73,6 @@ SIGMA_MIN = tl.constexpr(1e-30)
 P_0 = {5: -1.0000008344650269, 6: -0.9999997019767761, 7: -0.9999998807907104}
 # exp2(+-lam / 2), summed over all classes, must stay within float32.
 LAM_MAX = 100.0
-
-_NAMES = ("x", "target", "mu", "sigma", "weight")
 
 
 # -------------------------------------------------------------------------------------------------------------- kernels
@@ -112,7 +110,7 @@ def gaussian_term(x, mu, r, half, c0, DEGREE: tl.constexpr):
 
 
 @triton.jit
-def _along(cols, stride, UNIT: tl.constexpr):
+def column_offsets(cols, stride, UNIT: tl.constexpr):
     """Offsets of columns, 64 bits wide where a stride may carry them past 2^31."""
     if UNIT:
         return cols
@@ -144,7 +142,7 @@ def _finish(
         counts = t != ignore
         known = ok & counts & (t >= 0) & (t < C)
         t = tl.where(known, t, 0).to(tl.int32)
-        xt = tl.load(x + rows.to(tl.int64) * sx_n + _along(t, sx_c, UNIT), mask=known, other=0.0).to(tl.float32)
+        xt = tl.load(x + rows.to(tl.int64) * sx_n + column_offsets(t, sx_c, UNIT), mask=known, other=0.0).to(tl.float32)
         zt = (xt - top) * LOG2E
         if GAUSS:
             mt = tl.load(mu + t, mask=known, other=0.0)
@@ -196,7 +194,7 @@ def _forward_rows(
     for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         rows = n + tl.arange(0, BLOCK_N)
         ok = rows < N
-        at = x + rows.to(tl.int64)[:, None] * sx_n + _along(cols, sx_c, UNIT)[None, :]
+        at = x + rows.to(tl.int64)[:, None] * sx_n + column_offsets(cols, sx_c, UNIT)[None, :]
         if MASK:
             xs = tl.load(at, mask=ok[:, None] & inside[None, :], other=float("-inf")).to(tl.float32)
         else:
@@ -250,13 +248,7 @@ def _forward_kernel(
     first = (program // T) * rows_each
     last = tl.minimum(first + rows_each, N)
     # Masks cost instructions; only tiles at the edge need them.
-    if SINGLE:
-        _forward_rows(
-            first, last, tile, T, x, target, mu, sigma, weight, parts, stats, out,
-            N, C, sx_n, sx_c, st_n, st_c, half, c0, keep, spread, ignore, GAUSS, HARD, DENSE, WEIGHT, UNIT,
-            REDUCTION, WHOLE, SINGLE, True, BLOCK_N, BLOCK_C, DEGREE, STAGES,
-        )  # fmt: skip
-    elif ((tile + 1) * BLOCK_C <= C) & ((last - first) % BLOCK_N == 0):
+    if not SINGLE and ((tile + 1) * BLOCK_C <= C) & ((last - first) % BLOCK_N == 0):
         _forward_rows(
             first, last, tile, T, x, target, mu, sigma, weight, parts, stats, out,
             N, C, sx_n, sx_c, st_n, st_c, half, c0, keep, spread, ignore, GAUSS, HARD, DENSE, WEIGHT, UNIT,
@@ -358,7 +350,7 @@ def _backward_rows(
     for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         rows = n + tl.arange(0, BLOCK_N)
         ok = rows < N
-        at = x + rows.to(tl.int64)[:, None] * sx_n + _along(cols, sx_c, UNIT)[None, :]
+        at = x + rows.to(tl.int64)[:, None] * sx_n + column_offsets(cols, sx_c, UNIT)[None, :]
         if MASK:
             both = ok[:, None] & inside[None, :]
             xs = tl.load(at, mask=both, other=float("-inf")).to(tl.float32)
@@ -408,7 +400,7 @@ def _backward_rows(
             if NEED_SIGMA:
                 sum_sigma += tl.sum(ds * u, 0)
         if NEED_X:
-            at_dx = dx + rows.to(tl.int64)[:, None] * sd_n + _along(cols, sd_c, UNIT)[None, :]
+            at_dx = dx + rows.to(tl.int64)[:, None] * sd_n + column_offsets(cols, sd_c, UNIT)[None, :]
             if MASK:
                 tl.store(at_dx, dx_tile.to(dx.dtype.element_ty), mask=both)
             else:
@@ -436,14 +428,7 @@ def _backward_kernel(
     group = groups - 1 - program // T
     first = group * rows_each
     last = tl.minimum(first + rows_each, N)
-    if SINGLE:
-        _backward_rows(
-            first, last, tile, group, x, target, mu, sigma, weight, grad, stats, dx, dmu, dsigma,
-            N, C, sx_n, sx_c, st_n, st_c, sd_n, sd_c, sg_n, half, c0, steep, keep, spread,
-            GAUSS, HARD, DENSE, WEIGHT, UNIT, MEAN, EACH, NEED_X, NEED_MU, NEED_SIGMA, SINGLE, True,
-            BLOCK_N, BLOCK_C, DEGREE, STAGES,
-        )  # fmt: skip
-    elif ((tile + 1) * BLOCK_C <= C) & ((last - first) % BLOCK_N == 0):
+    if not SINGLE and ((tile + 1) * BLOCK_C <= C) & ((last - first) % BLOCK_N == 0):
         _backward_rows(
             first, last, tile, group, x, target, mu, sigma, weight, grad, stats, dx, dmu, dsigma,
             N, C, sx_n, sx_c, st_n, st_c, sd_n, sd_c, sg_n, half, c0, steep, keep, spread,
@@ -581,7 +566,7 @@ def backward(
     sigma: Tensor,
     lam: float,
     options: Options,
-    need: tuple[bool, bool, bool] = (True, True, True),
+    need: Sequence[bool] = (True, True, True),
     dx: Tensor | None = None,
     cut: Plan | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -628,7 +613,7 @@ def _backward_call(
     target: Tensor,
     lam: float,
     options: Options,
-    need: tuple[bool, bool, bool],
+    need: Sequence[bool],
     dx: Tensor | None,
     cut: Plan | None,
 ) -> Call:
@@ -658,50 +643,23 @@ def _backward_call(
 # ------------------------------------------------------------------------------------------------------------- autograd
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """The eager path: as little as possible between the call and the kernels."""
+@dataclass(slots=True)
+class _Loss(Loss):
+    """The eager path: minimal overhead between call and kernel."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, mu: Tensor, sigma: Tensor, target: Tensor, weight: Tensor | None, how: tuple[Any, ...]
-    ) -> Tensor:
-        lam, options, dtype = how
-        loss, stats = forward(x, target, mu, sigma, lam, options, dtype)
-        ctx.save_for_backward(x, mu, sigma, target, weight)
-        ctx.lam, ctx.options, ctx.stats = lam, options, stats
-        return loss
+    dtype: torch.dtype
+    stats: Tensor | None = None
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, mu, sigma, target, _ = ctx.saved_tensors  # raises if the weight was changed in place
-        need, options = ctx.needs_input_grad[:3], ctx.options
-        if torch.is_grad_enabled():  # create_graph: the gradient is differentiated again
-            dx, dmu, dsigma = _plain_gradients(grad, x, target, mu, sigma, ctx.lam, options, need)
-        else:
-            dx, dmu, dsigma = backward(grad, ctx.stats, x, target, mu, sigma, ctx.lam, options, need)
-        return dx, dmu, dsigma, None, None, None
+    def early(self, x: Tensor) -> bool:
+        return False
 
-
-# `_CrossEntropy.apply` without its look for transforms of torch.func, which `supported` has refused already.
-_apply = super(torch.autograd.Function, _CrossEntropy).apply
-
-
-def _plain_gradients(
-    grad: Tensor,
-    x: Tensor,
-    target: Tensor,
-    mu: Tensor,
-    sigma: Tensor,
-    lam: float,
-    options: Options,
-    need: tuple[bool, bool, bool],
-) -> list[Tensor | None]:
-    """The gradients as functions that autograd can follow, by way of the plain formula."""
-    inputs = [v for v, needed in zip((x, mu, sigma), need, strict=True) if needed]
-    with torch.enable_grad():
-        loss = equations.cross_entropy(x, target, mu, sigma, lam, options)
-        found = iter(torch.autograd.grad(loss.to(grad.dtype), inputs, grad, create_graph=True))
-    return [next(found) if needed else None for needed in need]
+    def __call__(self, inputs: Sequence[Any], need: Sequence[bool], grad: Tensor | None = None) -> tuple[Any, ...]:
+        x, mu, sigma = inputs
+        if grad is None:
+            loss, self.stats = forward(x, self.target, mu, sigma, self.lam, self.options, self.dtype)
+            return loss, None, None, None
+        assert self.stats is not None
+        return None, *backward(grad, self.stats, x, self.target, mu, sigma, self.lam, self.options, need)
 
 
 # torch.compile sees the same two functions as operators.
@@ -774,42 +732,30 @@ _forward_op.register_autograd(_backward_of_op, setup_context=_save)
 # ------------------------------------------------------------------------------------------------------------- the call
 
 
-def supported(
-    x: Tensor,
-    target: Tensor,
-    mu: Tensor | None = None,
-    sigma: Tensor | None = None,
-    lam: float = 1.0,
-    weight: Tensor | None = None,
-) -> str:
-    """Why these kernels can't take a call, in a few words; "" where they can."""
-    eager = not torch.compiler.is_compiling()
-    if eager and under_transform():
-        return "torch.func, forward-mode or tracing is at work"
+def unsupported(x: Tensor, lam: float) -> str:
+    """Why these kernels do not support a call; "" if they do."""
     if why := unsupported_device(x):
         return why
     if x.dtype not in DTYPES:
         return f"x is {x.dtype}"
-    if lam > LAM_MAX:
-        return f"lam is above {LAM_MAX:g}"
-    if x.numel() == 0:
-        return "x is empty"
-    device = x.device
-    for i, v in enumerate((x, target, mu, sigma, weight)):
-        if v is None:
-            continue
-        if v.device != device:
-            return f"{_NAMES[i]} is on {v.device} and x on {device}"
-        if eager and (type(v) not in TYPES or v.layout is not torch.strided or v.is_neg()):
-            return f"{_NAMES[i]} is a {type(v).__name__} of layout {v.layout}, not a plain array in memory"
-    if target.requires_grad or (weight is not None and weight.requires_grad):
-        return "a gradient for target or weight is wanted"
-    return ""
+    return f"lam is above {LAM_MAX:g}" if lam > LAM_MAX else ""
 
 
-def prefer_plain_when_compiling(x: Tensor) -> bool:
-    """Whether torch.compile makes more of the plain formula: where launching takes longer than the work."""
-    return x.numel() < 1 << 22
+def evaluate(
+    x: Tensor,  # (N, C), overwritten with dx
+    target: Tensor,
+    mu: Tensor,
+    sigma: Tensor,
+    lam: float,
+    options: Options,
+    need: Sequence[bool],
+    grad: Tensor,  # () or (N,)
+) -> tuple[Any, ...]:
+    """Losses of rows in float32, and the gradients: `native.evaluate` for a chunk of x with reduction="none"."""
+    losses, stats = forward(x, target, mu, sigma, lam, options, torch.float32)
+    if not any(need):
+        return losses, None, None, None
+    return losses, *backward(grad, stats, x, target, mu, sigma, lam, options, need, x)
 
 
 def cross_entropy(x: Tensor, target: Tensor, mu: Tensor, sigma: Tensor, lam: float, options: Options) -> Tensor:
@@ -829,14 +775,10 @@ def cross_entropy(x: Tensor, target: Tensor, mu: Tensor, sigma: Tensor, lam: flo
     half = x.dtype != torch.float32 and not torch.is_autocast_enabled(x.device.type)
     dtype = x.dtype if half else torch.float32
     mu, sigma = mu.contiguous(), sigma.contiguous()
-    weight = options.weight
-    if weight is not None:
-        weight = weight.contiguous()
-        options = options._replace(weight=weight)
+    if options.weight is not None:
+        options = Options(options.weight.contiguous(), *options[1:])
     if torch.compiler.is_compiling():
         loss = _forward_op(x, target, mu, sigma, lam, *options, dtype)[0]
-    elif torch.is_grad_enabled() and (x.requires_grad or mu.requires_grad or sigma.requires_grad):
-        loss = _apply(x, mu, sigma, target, weight, (lam, options, dtype))
     else:
-        loss = forward(x, target, mu, sigma, lam, options, dtype)[0]
+        loss = apply(_Loss(target, lam, options, evaluate, dtype), x, mu, sigma)
     return loss.reshape(shape) if options.reduction == "none" and shape is not None else loss

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import under_transform
+from ..checks import under_transform
 from .launching import (
     DTYPES,
     TYPES,
@@ -40,7 +40,7 @@ from .launching import (
     remember,
     unsupported_device,
 )
-from .triton_ce import _along
+from .triton_ce import column_offsets
 
 _LABELS = (torch.int64, torch.int32)
 # One program has all rows of its classes.  Beyond this many, torch's operations share them out among more.
@@ -81,7 +81,7 @@ def _track_kernel(
             counts = counts & (t != ignore)
         counted += counts.to(tl.int32)
         both = counts[:, None] & inside[None, :]
-        at = x + rows.to(tl.int64)[:, None] * sx_n + _along(cols, sx_c, UNIT)[None, :]
+        at = x + rows.to(tl.int64)[:, None] * sx_n + column_offsets(cols, sx_c, UNIT)[None, :]
         d = tl.load(at, mask=both, other=0.0).to(tl.float32) - old_mu[None, :]
         d = tl.where(both, d, 0.0)
         sums += d

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .. import checks, equations
-from ..kernels.linear import FLOAT32_SUM, _add_product
+from ..kernels.linear import FLOAT32_SUM, add_product
 from .wire import _all_reduce, _gather_rows, _return_rows
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ class _CrossEntropy(torch.autograd.Function):
                     if dh is not None:
                         dh[at] += torch.mm(dx, weight[own])
                     if want_w:
-                        dweight = _add_product(dweight, dx, h[at], exact)
+                        dweight = add_product(dweight, dx, h[at], exact)
                     if want_b:
                         dbias += dx.sum(0, dtype=dtype)
                 if want_w:
