@@ -77,7 +77,7 @@ def test_scheduler_per_group():
     opt.step()
     run.step()
     assert [g["lr"] for g in opt.param_groups] == pytest.approx([0.05, 2.0])
-    with pytest.raises(ValueError, match="one for each of the 2 groups, got 1"):
+    with pytest.raises(ValueError, match="one per group .2 groups., got 1"):
         scheduler(optimiser(), [linspace(1, 0, 3)])
 
 
@@ -91,9 +91,9 @@ def test_schedules_pickle():
     [
         (lambda: linspace(1, 0, 0), "epochs must be a positive integer, got 0"),
         (lambda: logspace(0, 1, 5), "a and b must be positive for logspace, got 0 and 1"),
-        (lambda: staircase({0: 0.1}), "steps must map epochs from 1 on to positive factors, got 0: 0.1"),
+        (lambda: staircase({0: 0.1}), "steps must map epochs >= 1 to positive factors, got 0: 0.1"),
         (lambda: staircase({5: 0.0}), "got 5: 0.0"),
-        (lambda: malleable([]), r"pieces must end at growing epochs from 1 on, got \[\]"),
+        (lambda: malleable([]), r"pieces must end at increasing epochs >= 1, got \[\]"),
         (lambda: malleable([(5, 0, -1), (5, -1, -2)]), r"got \[5, 5\]"),
         (lambda: malleable([(5, 0, -1)], literal=True), "positive factors with literal=True"),
         (lambda: malleable([(5, 0, -1)], base=0), "base must be positive, got 0"),

@@ -1,4 +1,4 @@
-"""Adapters for other people's trainers: Hugging Face, Lightning, TensorBoard; each is imported on first use."""
+"""Adapters for Hugging Face `Trainer`, Lightning and TensorBoard, each imported on first use."""
 
 from __future__ import annotations
 

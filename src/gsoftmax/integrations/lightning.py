@@ -1,7 +1,6 @@
 """Lightning: a callback that logs the class geometry of the validation outputs after every epoch.
 
-Works with `lightning` and with `pytorch_lightning`, whichever is installed (never with lightning 2.6.2 and 2.6.3, which
-were reported as compromised).
+Works with `lightning` or `pytorch_lightning` (but not lightning 2.6.2 and 2.6.3, which were reported as compromised).
 """
 
 from __future__ import annotations
@@ -30,14 +29,18 @@ __all__ = ["GeometryCallback"]
 class GeometryCallback(Callback):  # type: ignore[misc, unused-ignore]
     """Logs compactness, separability, ratio, relative_sigma and dprime of the validation outputs, means over classes.
 
-    `validation_step` returns a dict with "x" (or "logits"), (N, C), and "y" (or "labels"), (N,); or `outputs` says how
-    to get them: a function of what the step returned and of the batch, giving (x, y).  x are the raw outputs where
-    heads are to be compared, z where the model gives only those.  Processes are merged before anything is computed, so
-    all of them log the numbers of the whole validation set (with the examples that a distributed sampler repeats, if
-    it does).  `geometry` holds the last epoch's numbers of every class.
+    Statistics are merged over processes first, so all of them log the values of the whole validation set (including
+    examples that a distributed sampler repeats).  `geometry` has the values of every class in the last epoch; with
+    several validation sets, those of the last one.  When training starts, the callback warns about learned Gaussians
+    that no optimizer holds (`check_optimised`).
 
-    options are those of `ClassStatistics`: multilabel, pooled, ignore_index.  Keys are `prefix` and the measure; with
-    several validation sets Lightning adds /dataloader_idx_0, ... and `geometry` is that of the last one.
+    num_classes: number of classes C
+    outputs: a function from what `validation_step` returned and the batch to (x, y); without it the step must return a
+        dict with "x" (or "logits"), (N, C), and "y" (or "labels"), (N,).  x are the raw outputs where heads are to be
+        compared, z where the model returns only those.
+    prefix: of the logged names; with several validation sets they end in /dataloader_idx_0, ...
+    options: of `ClassStatistics`: multilabel, pooled, ignore_index
+    trainer, pl_module, batch, batch_idx, dataloader_idx: as Lightning passes them
 
     >>> callback = GeometryCallback(10, outputs=lambda step, batch: (step, batch[1]))
     >>> callback.prefix, callback.geometry
@@ -59,13 +62,13 @@ class GeometryCallback(Callback):  # type: ignore[misc, unused-ignore]
         self.options = options
         self.geometry: ClassGeometry | None = None
         self._statistics: list[ClassStatistics] = []
-        self._fresh()  # a mistake in the options shows at once
+        self._fresh()  # validates the options early
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         check_optimised(pl_module, *trainer.optimizers)
 
     def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        # one for each validation set, on every process, with or without batches: all of them take part in `sync`
+        # one per validation set on every process, even without batches: `sync` is collective
         self._statistics = [self._fresh() for _ in trainer.num_val_batches]
 
     def on_validation_batch_end(
@@ -81,7 +84,7 @@ class GeometryCallback(Callback):  # type: ignore[misc, unused-ignore]
             self.geometry = seen.sync().geometry()
             which = f"/dataloader_idx_{number}" if len(self._statistics) > 1 else ""
             measures = {f"{self.prefix}{name}{which}": value for name, value in self.geometry.average().items()}
-            # Every process has the same numbers; their mean is what Lightning wants to hear about.
+            # every process has the same numbers, but Lightning expects sync_dist=True
             pl_module.log_dict(measures, sync_dist=trainer.world_size > 1, add_dataloader_idx=False)
 
     def _fresh(self) -> ClassStatistics:
@@ -95,7 +98,7 @@ class GeometryCallback(Callback):  # type: ignore[misc, unused-ignore]
         if x is None or y is None:
             got = f"a dict with {', '.join(map(str, found))}" if found else type(outputs).__name__
             raise ValueError(
-                "validation_step must return a dict with x (or logits) and y (or labels), or GeometryCallback be given "
-                f"outputs=, a function of what it returned and of the batch; it returned {got}"
+                "validation_step must return a dict with x (or logits) and y (or labels), or GeometryCallback needs "
+                f"outputs=, a function from what the step returned and the batch to (x, y); it returned {got}"
             )
         return x, y

@@ -1,4 +1,4 @@
-"""TensorBoard: what the Gaussians of a model are doing while it trains."""
+"""TensorBoard: log the Gaussians of a model during training."""
 
 from __future__ import annotations
 
@@ -7,33 +7,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..gaussians import GaussianLogits
+from ..gaussians import named_gaussians
 
 __all__ = ["log_gaussians"]
 
 
 @torch.no_grad()
 def log_gaussians(writer: Any, model: nn.Module, step: int, prefix: str = "gsoftmax") -> None:
-    """Histograms of mu and sigma of every G-softmax module in `model`, and their means as scalars.
+    """Log histograms of mu and sigma of every G-softmax module in `model`, and their means as scalars.
 
-    The gradients of mu and rho get histograms too where there are any, so call it between `backward` and `zero_grad`
-    to see them.  Tags are prefix, the place in the model and the quantity, as in gsoftmax/fc/sigma and
-    gsoftmax/fc/sigma_mean.  Values that are not finite are left out of a histogram, and show in the mean.
+    Gradients of mu and rho get histograms too if they exist: call it between `backward` and `zero_grad`.  Tags are made
+    of prefix, module and quantity, as in gsoftmax/fc/sigma and gsoftmax/fc/sigma_mean.  Values that are not finite are
+    left out of histograms but not of the means.
 
-    writer: a `torch.utils.tensorboard.SummaryWriter`, or anything with its add_histogram and add_scalar.
+    writer: a `torch.utils.tensorboard.SummaryWriter`, or anything with its add_histogram and add_scalar
+    model: any model with a G-softmax module inside
+    step: number of the training step
+    prefix: of the tags
 
     >>> class Printer:
     ...     def add_histogram(self, tag, values, step): print(tag, len(values), step)
     ...     def add_scalar(self, tag, value, step): print(tag, round(value, 3), step)
+    >>> from gsoftmax import GaussianLogits
     >>> log_gaussians(Printer(), GaussianLogits(3, mu=0.5, sigma=2.0), step=7)
     gsoftmax/mu 3 7
     gsoftmax/mu_mean 0.5 7
     gsoftmax/sigma 3 7
     gsoftmax/sigma_mean 2.0 7
     """
-    found = [(path, m) for path, m in model.named_modules() if isinstance(m, GaussianLogits)]
+    found = named_gaussians(model)
     if not found:
-        raise ValueError(f"model must hold at least one G-softmax module, got {type(model).__name__} without any")
+        raise ValueError(f"model must contain at least one G-softmax module, got {type(model).__name__} without any")
     for path, module in found:
         place = "".join(f"{part}/" for part in (prefix, path.removesuffix("gaussians").rstrip(".")) if part)
         for name, values in (("mu", module.mu), ("sigma", module.sigma)):
