@@ -48,12 +48,12 @@ def images(shape, dtype="float32", scale=1.0, mean=0.0, seed=0):
     return x.contiguous(memory_format=torch.channels_last)
 
 
-def plain(x, bias, mean, var, momentum, eps, pool=False, residual=None):
-    """The layers one after the other."""
-    norm = nn.BatchNorm2d(len(bias), eps=eps, momentum=momentum, dtype=x.dtype, device=x.device)
-    norm.running_mean, norm.running_var = mean, var
+def plain(x, bias, norm, pool=False, residual=None):
+    """The separate layers."""
+    layer = nn.BatchNorm2d(len(bias), eps=norm.eps, momentum=norm.momentum, dtype=x.dtype, device=x.device)
+    layer.running_mean, layer.running_var = norm.mean, norm.var
     h = F.max_pool2d(x, 2) if pool else x
-    h = torch.func.functional_call(norm, {"bias": bias}, (h,))
+    h = torch.func.functional_call(layer, {"bias": bias}, (h,))
     return F.gelu(h if residual is None else h + residual)
 
 
@@ -69,7 +69,7 @@ def both(x, pool, residual=None, momentum=0.4, eps=1e-5):
         r = None if residual is None else residual.double() if precise else residual.clone()
         for v in (inputs[0], inputs[1], *(() if r is None else (r,))):
             v.requires_grad_()
-        y = function(*inputs, momentum, eps, pool, r)
+        y = function(*inputs[:2], fused.Norm(*inputs[2:], momentum, eps), pool, r)
         if dy is None:
             dy = images(y.shape, seed=2).to(y.dtype)
             assert y.dtype == x.dtype and y.is_contiguous(memory_format=torch.channels_last)
@@ -139,7 +139,7 @@ def check_a_large_mean_keeps_the_variance():
     assert (expected[4] - 0.4 * wide).abs().max() > 0.1  # the old ones are in there as well
     assert ((got[4].double() - expected[4]).abs() <= 1e-6).all()
     mean, var = torch.zeros(3, device=DEVICE), torch.zeros(3, device=DEVICE)
-    fused.norm_gelu(x, torch.zeros(3, device=DEVICE), mean, var, 1.0, 1e-5)
+    fused.norm_gelu(x, torch.zeros(3, device=DEVICE), fused.Norm(mean, var, 1.0, 1e-5))
     assert ((var.double() - wide).abs() <= 1e-5 * wide).all()
     assert ((mean.double() - x.double().mean((0, 2, 3))).abs() <= 2.0**-14).all()  # one unit of float32 at 1000
     # (x - mean) / std: half a unit of the mean, 3e-5, is 3e-4 of the deviation.
@@ -165,15 +165,16 @@ def check_nan_spoils_its_channel_and_no_other(spots):
         x[1, 2, i, j] = float("nan")
     x.requires_grad_()
     mean, var, bias = (torch.zeros(5, device=DEVICE) for _ in range(3))
-    y = fused.norm_gelu(x, bias, mean, var, 0.1, 1e-5, pool=True)
+    norm = fused.Norm(mean, var, 0.1, 1e-5)
+    y = fused.norm_gelu(x, bias, norm, pool=True)
     y.sum().backward()
-    _, p, index, _ = fused._forward(x.detach(), bias, mean, var, 0.1, 1e-5, True, None)
+    _, p, index, _ = fused._forward(x.detach(), bias, None, norm, True)
     pooled, where = F.max_pool2d(x.detach(), 2, return_indices=True)
     torch.testing.assert_close(p, pooled, equal_nan=True, rtol=0, atol=0)
     assert torch.equal(where, (index // 2).long() * 4 + index % 2 + corners(where))
     others = [0, 1, 3, 4]
     assert y[:, 2].isnan().all() and mean[2].isnan() and var[2].isnan()
-    close(y.detach()[:, others], plain(clean, bias, mean * 0, var, 0.1, 1e-5, True)[:, others].double())
+    close(y.detach()[:, others], plain(clean, bias, norm._replace(mean=mean * 0), True)[:, others].double())
     assert x.grad[:, others].isfinite().all()
 
 
@@ -187,13 +188,14 @@ def corners(where):
 def check_gradients_in_any_layout_and_the_same_bits_twice(pool):
     x, bias = images((4, 20, 6, 6)).requires_grad_(), torch.randn(20, device=DEVICE, requires_grad=True)
     found = []
+    norm = fused.Norm(torch.zeros(20, device=DEVICE), torch.ones(20, device=DEVICE), 0.1, 1e-5)
     for layout in ("channels last", "channels first", "channels last"):
-        y = fused.norm_gelu(x, bias, torch.zeros(20, device=DEVICE), torch.ones(20, device=DEVICE), 0.1, 1e-5, pool)
+        y = fused.norm_gelu(x, bias, norm, pool)
         dy = images(y.shape, seed=4)
         found.append(torch.autograd.grad(y, (x, bias), dy if layout == "channels last" else dy.contiguous()))
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
-    y = fused.norm_gelu(x, bias, torch.zeros(20, device=DEVICE), torch.ones(20, device=DEVICE), 0.1, 1e-5, pool)
+    y = fused.norm_gelu(x, bias, norm, pool)
     y.sum().backward()  # a gradient that is one number, repeated
     assert x.grad.isfinite().all()
 
@@ -215,13 +217,15 @@ def check_what_can_be_taken():
     assert not fused.usable(x.contiguous()) and not fused.usable(x.double()) and not fused.usable(x[0])
     assert not fused.usable(x[:0]) and not fused.usable(x[:, :, ::2])
     assert not fused.usable(x.to("meta"))
-    vectors = [torch.zeros(3, device=DEVICE) for _ in range(3)]
+    bias, mean, var = (torch.zeros(3, device=DEVICE) for _ in range(3))
+    norm = fused.Norm(mean, var, 0.1, 1e-5)
     for wrong, words in (
-        ((x.contiguous(), *vectors, 0.1, 1e-5), "x must be channels last"),
-        ((images((1, 3, 2, 2)), *vectors, 0.1, 1e-5, True), "x must leave more than one value"),
-        ((images((4, 3, 1, 4)), *vectors, 0.1, 1e-5, True), "more than one"),
-        ((x, vectors[0][:2], *vectors[1:], 0.1, 1e-5), r"bias must be \(3,\)"),
-        ((x, *vectors, 0.1, 1e-5, True, x), "residual must be"),
+        ((x.contiguous(), bias, norm), "x must be channels last"),
+        ((images((1, 3, 2, 2)), bias, norm, True), "x must leave more than one value"),
+        ((images((4, 3, 1, 4)), bias, norm, True), "more than one"),
+        ((x, bias[:2], norm), r"bias must be \(3,\)"),
+        ((x, bias, norm._replace(var=var[:2])), r"running_var must be \(3,\)"),
+        ((x, bias, norm, True, x), "residual must be"),
     ):
         with pytest.raises(ValueError, match=words):
             fused.norm_gelu(*wrong)

@@ -106,7 +106,7 @@ BACKBONES = {
     "cnn": "small CNN for small images (digits 8x8, mosaics 16x16, colour up to 64x64)",
     "mlp": "fully connected network for tables and flattened images",
     "resnet9": "fast network for 32x32 colour images, for many seeds on one GPU",
-    "vgg16": "VGG-16 with batch normalisation for 32x32 images, 512-512 before the head",
+    "vgg16": "VGG-16 with batch normalization for 32x32 images, 512-512 before the head",
     "wrn-{depth}-{width}": "wide residual network for 32x32 images, e.g. wrn-40-14, wrn-28-10",
     "densenet-{depth}-{growth}": "DenseNet for 32x32 images, e.g. densenet-100-24",
     "densenet-bc-{depth}-{growth}": "DenseNet-BC (bottlenecks, compression) for 32x32 images, e.g. densenet-bc-100-12",

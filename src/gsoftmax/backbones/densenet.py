@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .layers import GlobalPool, conv3x3, he_init, image_shape, probability
+from .layers import GlobalPool, conv3x3, he_init, image_shape, optional_dropout
 
 
 @contextmanager
 def running_statistics_frozen(module: nn.Module) -> Iterator[None]:
-    """Within it a forward pass in training mode leaves the batch-normalisation statistics of `module` alone.
+    """A forward pass in training mode that does not update the running statistics of batch normalization.
 
-    Recomputing a layer for its backward pass is a second forward pass over the same batch; without this the running
-    statistics would take that batch in twice and a memory-efficient network would not be the same network.
+    Recomputing a layer for its backward pass is a second forward pass, which would count the batch twice.
     """
     norms = [(m, m.momentum, m.num_batches_tracked) for m in module.modules() if isinstance(m, nn.BatchNorm2d)]
-    for norm, _, _ in norms:  # momentum 0 keeps the old values; the buffers stay, since checkpointing counts tensors
+    for norm, _, _ in norms:  # momentum 0 keeps the values; the buffers stay, since checkpointing counts tensors
         norm.momentum, norm.num_batches_tracked = 0.0, None
     try:
         yield
@@ -36,30 +35,27 @@ class DenseLayer(nn.Module):
         super().__init__()
         layers: list[nn.Module] = [nn.BatchNorm2d(channels), nn.ReLU(inplace=True)]
         if bottleneck:
-            layers += [nn.Conv2d(channels, 4 * growth, 1, bias=False), nn.Dropout(dropout)]
+            layers += [nn.Conv2d(channels, 4 * growth, 1, bias=False), *optional_dropout(dropout)]
             layers += [nn.BatchNorm2d(4 * growth), nn.ReLU(inplace=True)]
             channels = 4 * growth
-        layers += [conv3x3(channels, growth), nn.Dropout(dropout)]
-        self.layers = nn.Sequential(*(layer for layer in layers if not isinstance(layer, nn.Dropout) or dropout > 0))
+        self.layers = nn.Sequential(*layers, conv3x3(channels, growth), *optional_dropout(dropout))
         self.memory_efficient = memory_efficient
 
     def forward(self, maps: list[torch.Tensor]) -> torch.Tensor:  # [(N, c_i, H, W), ...] -> (N, growth, H, W)
         if self.memory_efficient and torch.is_grad_enabled():
-            # The concatenation is recomputed too: kept, the L of them would cost O(L²) memory instead of O(L).
-            return checkpoint(
-                self.concatenated,
-                *maps,
-                use_reentrant=False,
-                context_fn=lambda: (nullcontext(), running_statistics_frozen(self)),
-            )
+            # The concatenation is recomputed too: storing all L would cost O(L²) memory instead of O(L).
+            return checkpoint(self.concatenated, *maps, use_reentrant=False, context_fn=self._contexts)
         return self.concatenated(*maps)
+
+    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), running_statistics_frozen(self)
 
     def concatenated(self, *maps: torch.Tensor) -> torch.Tensor:
         return self.layers(torch.cat(maps, dim=1))
 
 
 class DenseBlock(nn.Module):
-    """n dense layers; returns the input and all that they made, concatenated."""
+    """n dense layers; returns the input and all their outputs, concatenated."""
 
     def __init__(
         self, channels: int, growth: int, n: int, bottleneck: bool, dropout: float, memory_efficient: bool
@@ -85,8 +81,7 @@ class DenseNet(nn.Module):
     With a 10-class linear head (100, 24) has 27,249,082 parameters and D = 2320.
 
     `memory_efficient=True` recomputes each layer in the backward pass: the same gradients and running statistics,
-    memory linear instead of quadratic in depth, about a third more time. (The recomputation context it needs is
-    not one that `torch.compile` traces; use one or the other.)
+    memory linear instead of quadratic in depth, about a third more time. `torch.compile` cannot trace it.
 
     (N, C, H, W) -> (N, D); any image size from 4x4.
 
@@ -108,7 +103,6 @@ class DenseNet(nn.Module):
         super().__init__()
         name, step = ("densenet-bc", 6) if bc else ("densenet", 3)
         channels, _, _ = image_shape(input_shape, 4, f"{name}-{depth}-{growth}")
-        dropout = probability(dropout, "dropout")
         if depth < 4 + step or (depth - 4) % step:
             raise ValueError(f"{name} depth must be {step}n + 4 (40, 100, 190, 250, ...), got {depth}")
         if growth < 1:
@@ -121,9 +115,7 @@ class DenseNet(nn.Module):
             layers += [dense, nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
             if block < 2:
                 compressed = width // 2 if bc else width
-                layers.append(nn.Conv2d(width, compressed, 1, bias=False))
-                layers += [nn.Dropout(dropout)] if dropout > 0 else []
-                layers.append(nn.AvgPool2d(2))
+                layers += [nn.Conv2d(width, compressed, 1, bias=False), *optional_dropout(dropout), nn.AvgPool2d(2)]
                 width = compressed
         self.layers = nn.Sequential(*layers)
         self.pool = GlobalPool(pool or "avg")

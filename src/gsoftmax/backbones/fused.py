@@ -1,21 +1,21 @@
 """Max pooling, batch normalisation and GELU as a few Triton kernels, for training on a GPU.
 
-With p = x, or x after 2x2 max pooling, with r something to add (or 0), and means over all pixels of a channel,
+With p = x, or x after 2x2 max pooling, with r an optional residual, and means over all pixels of a channel,
 
     xhat = (p - mean) rstd        h = xhat + bias + r        y = h Phi(h)
     g = dy (Phi(h) + h phi(h))    dbias = sum g              dr = g
     dp = rstd (g - mean of g - xhat * mean of (g xhat)),
 
-and dx is dp at the place of each maximum and 0 elsewhere.  All of this waits for memory, so what counts is how often a
+and dx is dp at the place of each maximum and 0 elsewhere.  All of this is memory-bound, so what counts is how often a
 tensor is read or written:
 
-* forward: one kernel reads x, writes p and which of the four it was (a byte) and sums up, one reads p and writes y;
-* backward: one kernel reads dy and p and sums up, one reads them again and writes all of dx, zeros included.
+* forward: one kernel reads x, writes p and the index of the maximum (a byte), and reduces; one reads p and writes y;
+* backward: one kernel reads dy and p and reduces; one reads them again and writes all of dx, zeros included.
 
-Only p, that byte, and two numbers a channel are kept in between.  Channels-last memory is a (pixels, channels) table.
-A program that sums up walks down a tile of it and keeps, for every element of the tile, a running mean and the squares
-around it (Welford's way: subtracting squares of means would lose the variance where the mean is large).  A small kernel
-puts the programs' results together, in a fixed order: no atomics, the same bits every time.  Nothing waits for the GPU.
+Only p, that byte, and two numbers per channel are saved.  Channels-last memory is a (pixels, channels) table.  To
+reduce, a program walks down a tile of it and keeps, for every element of the tile, a running mean and the squares
+around it (Welford's algorithm: subtracting squares of means would lose the variance where the mean is large).  A small
+kernel combines the partial results in a fixed order: no atomics, bit-identical results, no GPU synchronization.
 """
 
 # Kernels have no Python types, and neither have the decorators that make them.
@@ -41,12 +41,9 @@ except ImportError:  # no Triton: `usable` says so
 
 _jit: Any = (lambda function: function) if triton is None else triton.jit
 _on_its_device: Any = (lambda function: function) if triton is None else launching.on_its_device
-# Said aloud, because the default of the second is about to change.
+# Set explicitly, because the default of the second is about to change.
 _OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}
 _WIDE: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": True}
-
-
-# -------------------------------------------------------------------------------------------------------------- kernels
 
 
 @_jit
@@ -66,14 +63,21 @@ def _of_channels(stats, bias, cols, C):
 
 
 @_jit
+def _larger(v, which, new, place: tl.constexpr):
+    """The first maximum stays, and NaN beats everything."""
+    better = (new > v) | (new != new)
+    return tl.where(better, new, v), tl.where(better, place, which)
+
+
+@_jit
 def _statistics_kernel(
     x, p, index, parts, N, C, groups, steps,
     H: tl.constexpr, W: tl.constexpr, POOL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Pools, and writes the number, mean and sum of squares around it of a program's pixels; parts: (3, groups, C).
+    """Pools, and writes the count, mean and squares around it of a program's pixels; parts: (3, groups, C).
 
-    N counts pixels, after pooling; H and W are those of x.  Values are taken less the first pixel
-    of p, which is near them: their differences then keep their digits where the mean is large.
+    N counts pixels, after pooling; H and W are those of x.  The first pixel of p is subtracted from all values: where
+    the mean is large, their differences keep their digits.
     """
     across = tl.cdiv(C, BLOCK_C)
     group = tl.program_id(0) // across
@@ -102,25 +106,15 @@ def _statistics_kernel(
             raw3 = tl.load(spot + (W + 1) * C, mask=ok, other=0.0)
             v = raw0.to(tl.float32)
             which = tl.zeros((BLOCK_P, BLOCK_C), tl.int32)
-            # The first maximum stays, and NaN beats everything.
-            v1 = raw1.to(tl.float32)
-            better = (v1 > v) | (v1 != v1)
-            v = tl.where(better, v1, v)
-            which = tl.where(better, 1, which)
-            v2 = raw2.to(tl.float32)
-            better = (v2 > v) | (v2 != v2)
-            v = tl.where(better, v2, v)
-            which = tl.where(better, 2, which)
-            v3 = raw3.to(tl.float32)
-            better = (v3 > v) | (v3 != v3)
-            v = tl.where(better, v3, v)
-            which = tl.where(better, 3, which)
+            v, which = _larger(v, which, raw1.to(tl.float32), 1)
+            v, which = _larger(v, which, raw2.to(tl.float32), 2)
+            v, which = _larger(v, which, raw3.to(tl.float32), 3)
             place = rows.to(tl.int64) * C + cols
             tl.store(p + place, v.to(p.dtype.element_ty), mask=ok)
             tl.store(index + place, which.to(tl.int8), mask=ok)
         else:
             v = tl.load(x + rows.to(tl.int64) * C + cols, mask=ok, other=0.0).to(tl.float32)
-        # What lies behind the end comes last, so that all before it have been counted step + 1 times.
+        # Only the last step may reach past the end, so all others have counted step + 1 values.
         v -= origin
         off = tl.where(ok, v - mean, 0.0)
         mean += off * (1.0 / (step + 1.0))
@@ -281,22 +275,15 @@ def _gradient_kernel(
         tl.store(dresidual + place, g.to(dresidual.dtype.element_ty), mask=ok)
 
 
-# ------------------------------------------------------------------------------------------------------------- autograd
-
-
 class Plan(NamedTuple):
-    """How a table of pixels and channels is cut.
+    """Tiling of the (pixels, channels) table."""
 
-    A tile has block_p pixels and block_c channels, `across` tiles make a row.  Sums are taken by `groups` programs for
-    every tile across, each of which takes `steps` tiles, every groups-th; block_g is a power of 2 from `groups`.
-    """
-
-    block_p: int
-    block_c: int
-    across: int
-    groups: int
-    steps: int
-    block_g: int
+    block_p: int  # pixels of a tile
+    block_c: int  # channels of a tile
+    across: int  # tiles in a row
+    groups: int  # programs that reduce one column of tiles, each every groups-th of them
+    steps: int  # tiles of each of these programs
+    block_g: int  # a power of 2, at least `groups`
 
 
 def plan(pixels: int, channels: int, processors: int) -> Plan:
@@ -314,37 +301,31 @@ def plan(pixels: int, channels: int, processors: int) -> Plan:
     return Plan(block_p, block_c, across, groups, -(-tiles // groups), max(16, 1 << (groups - 1).bit_length()))
 
 
+def _empty(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Channels last on the device of `like`, for images of its type unless said otherwise."""
+    return torch.empty(shape, dtype=dtype or like.dtype, device=like.device, memory_format=torch.channels_last)
+
+
 @_on_its_device
 def _forward(
-    x: Tensor,  # (N, C, H, W)
-    bias: Tensor,  # (C,)
-    running_mean: Tensor,
-    running_var: Tensor,
-    momentum: float,
-    eps: float,
-    pool: bool,
-    residual: Tensor | None,
+    x: Tensor, bias: Tensor, residual: Tensor | None, norm: Norm, pool: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """y, p, index and stats."""
     n, c, h, w = x.shape
     shape = (n, c, h // 2, w // 2) if pool else (n, c, h, w)
-    pixels = shape[0] * shape[2] * shape[3]
-    device = x.device
-    cut = plan(pixels, c, launching.processors(device))
-    p, index = x, None
-    if pool:
-        p = torch.empty(shape, dtype=x.dtype, device=device, memory_format=torch.channels_last)
-        index = torch.empty(shape, dtype=torch.int8, device=device, memory_format=torch.channels_last)
-    y = torch.empty(shape, dtype=x.dtype, device=device, memory_format=torch.channels_last)
-    parts = torch.empty((3, cut.groups, c), dtype=torch.float32, device=device)
-    stats = torch.empty((2, c), dtype=torch.float32, device=device)
+    pixels = n * shape[2] * shape[3]
+    cut = plan(pixels, c, launching.processors(x.device))
+    p, index = (_empty(shape, x), _empty(shape, x, torch.int8)) if pool else (x, None)
+    y = _empty(shape, x)
+    parts = torch.empty((3, cut.groups, c), dtype=torch.float32, device=x.device)
+    stats = torch.empty((2, c), dtype=torch.float32, device=x.device)
     _statistics_kernel[(cut.groups * cut.across,)](
         x, p, index, parts, pixels, c, cut.groups, cut.steps,
         h if pool else 0, w if pool else 0, pool, cut.block_p, cut.block_c,
         maxnreg=128, **_OPTIONS,  # so that four programs fit on a multiprocessor
     )  # fmt: skip
     _merge_statistics_kernel[(-(-c // 16),)](
-        p, parts, stats, running_mean, running_var, pixels, c, cut.groups, momentum, eps, cut.block_g, 16, **_WIDE
+        p, parts, stats, norm.mean, norm.var, pixels, c, cut.groups, norm.momentum, norm.eps, cut.block_g, 16, **_WIDE
     )
     _output_kernel[(-(-pixels // cut.block_p) * cut.across,)](
         p, residual, stats, bias, y, pixels, c, residual is not None, cut.block_p, cut.block_c, **_OPTIONS
@@ -354,28 +335,18 @@ def _forward(
 
 @_on_its_device
 def _backward(
-    dy: Tensor,
-    p: Tensor,
-    index: Tensor | None,
-    stats: Tensor,
-    bias: Tensor,
-    residual: Tensor | None,
-    shape: torch.Size,  # of x
+    p: Tensor, index: Tensor | None, stats: Tensor, bias: Tensor, residual: Tensor | None, dy: Tensor, shape: torch.Size
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dx, dbias and the gradient of r."""
+    """dx, dbias and the gradient of the residual; shape: of x."""
     n, c, h, w = shape
     pool = index is not None
     pixels = p.shape[0] * p.shape[2] * p.shape[3]
-    device = p.device
-    cut = plan(pixels, c, launching.processors(device))
+    cut = plan(pixels, c, launching.processors(p.device))
     dy = dy.contiguous(memory_format=torch.channels_last)
-    parts = torch.empty((2, cut.groups, c), dtype=torch.float32, device=device)
-    means = torch.empty((2, c), dtype=torch.float32, device=device)
-    dbias = torch.empty_like(bias)
-    dx = torch.empty(shape, dtype=p.dtype, device=device, memory_format=torch.channels_last)
-    dresidual = None
-    if residual is not None:
-        dresidual = torch.empty(p.shape, dtype=residual.dtype, device=device, memory_format=torch.channels_last)
+    parts = torch.empty((2, cut.groups, c), dtype=torch.float32, device=p.device)
+    means = torch.empty((2, c), dtype=torch.float32, device=p.device)
+    dbias, dx = torch.empty_like(bias), _empty(shape, p)
+    dresidual = None if residual is None else _empty(p.shape, residual)
     _sums_kernel[(cut.groups * cut.across,)](
         dy, p, residual, stats, bias, parts, pixels, c, cut.groups, cut.steps,
         residual is not None, cut.block_p, cut.block_c, **_OPTIONS,
@@ -391,8 +362,8 @@ def _backward(
 
 class _NormGelu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor, residual: Tensor | None, options: tuple[Any, ...]) -> Tensor:
-        y, p, index, stats = _forward(x, bias, *options, residual)
+    def forward(ctx: Any, x: Tensor, bias: Tensor, residual: Tensor | None, norm: Norm, pool: bool) -> Tensor:
+        y, p, index, stats = _forward(x, bias, residual, norm, pool)
         ctx.save_for_backward(p, index, stats, bias, residual)
         ctx.shape = x.shape
         return y
@@ -400,16 +371,11 @@ class _NormGelu(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        p, index, stats, bias, residual = ctx.saved_tensors
-        dx, dbias, dresidual = _backward(dy, p, index, stats, bias, residual, ctx.shape)
-        return dx, dbias, dresidual, None
-
-
-# ------------------------------------------------------------------------------------------------------------- the call
+        return *_backward(*ctx.saved_tensors, dy, ctx.shape), None, None
 
 
 def usable(x: Tensor) -> bool:
-    """Whether `norm_gelu` can take x: on a GPU, channels last, float32 or half precision, not under torch.compile.
+    """Whether `norm_gelu` accepts x: on a GPU, channels last, float32 or half precision, not under torch.compile.
 
     >>> usable(torch.zeros(2, 3, 4, 4))
     False
@@ -426,40 +392,38 @@ def usable(x: Tensor) -> bool:
     )
 
 
-def norm_gelu(
-    x: Tensor,  # (N, C, H, W), channels last
-    bias: Tensor,  # (C,)
-    running_mean: Tensor,  # (C,), changed in place
-    running_var: Tensor,
-    momentum: float,
-    eps: float,
-    pool: bool = False,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """2x2 max pooling if asked for, batch normalisation without a weight, a residual sum, GELU; in training.
+class Norm(NamedTuple):
+    """State and options of a batch normalization without a weight."""
+
+    mean: Tensor  # (C,) running mean, updated in place
+    var: Tensor  # (C,) running variance, updated in place
+    momentum: float
+    eps: float
+
+
+def norm_gelu(x: Tensor, bias: Tensor, norm: Norm, pool: bool = False, residual: Tensor | None = None) -> Tensor:
+    """Optional 2x2 max pooling, batch normalization without a weight, an optional residual sum, GELU; in training.
 
     y = gelu((p - mean) / sqrt(var + eps) + bias + residual), p = max_pool2d(x, 2) or x; mean and var are those of this
-    batch, over (N, H, W).  The running statistics take a step of size `momentum`, as in `nn.BatchNorm2d`.  `usable`
-    says which x can be taken; arithmetic is in float32, y in x's type.  Gradients: x, bias, residual; once.
+    batch, over (N, H, W).  The running statistics take a step of size `momentum`, as in `nn.BatchNorm2d`.
+    Arithmetic is in float32, y in x's type.  Gradients: x, bias, residual; once.
 
-    x (N, C, H, W) -> y (N, C, H, W), or (N, C, H // 2, W // 2) with `pool`; residual has the shape of y.
+    x (N, C, H, W), see `usable` -> y (N, C, H, W), or (N, C, H // 2, W // 2) with `pool`; residual has y's shape.
     """
     if not usable(x):
-        raise ValueError(
-            f"x must be channels last, float32, bfloat16 or float16, on a GPU with Triton, got {x.dtype} on {x.device} "
-            f"with shape {tuple(x.shape)} and strides {x.stride()}"
-        )
+        wanted = "channels last, float32, bfloat16 or float16, on a GPU with Triton"
+        seen = f"{x.dtype} on {x.device} with shape {tuple(x.shape)} and strides {x.stride()}"
+        raise ValueError(f"x must be {wanted}, got {seen}")
     n, c, h, w = x.shape
     shape = (n, c, h // 2, w // 2) if pool else (n, c, h, w)
     if shape[0] * shape[2] * shape[3] < 2:
         raise ValueError(f"x must leave more than one value per channel, got shape {tuple(x.shape)} and pool={pool}")
-    for name, v in (("bias", bias), ("running_mean", running_mean), ("running_var", running_var)):
+    for name, v in (("bias", bias), ("running_mean", norm.mean), ("running_var", norm.var)):
         if v.shape != (c,) or v.device != x.device or not v.is_contiguous():
             raise ValueError(f"{name} must be ({c},), contiguous, on {x.device}, got {tuple(v.shape)} on {v.device}")
     if residual is not None:
         if residual.shape != shape or residual.device != x.device:
-            raise ValueError(
-                f"residual must be {shape} on {x.device}, got {tuple(residual.shape)} on {residual.device}"
-            )
+            seen = f"{tuple(residual.shape)} on {residual.device}"
+            raise ValueError(f"residual must be {shape} on {x.device}, got {seen}")
         residual = residual.contiguous(memory_format=torch.channels_last)
-    return _NormGelu.apply(x, bias, residual, (running_mean, running_var, momentum, eps, pool))
+    return _NormGelu.apply(x, bias, residual, norm, pool)

@@ -1,4 +1,4 @@
-"""A network for many quick trainings on 32x32 colour images, of the class known from CIFAR-10 speed records."""
+"""A fast network for 32x32 images, in the style of CIFAR-10 speed-run entries."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def whitening_filters(images: torch.Tensor, size: int = 2, eps: float = 5e-4) ->
     """Filters whose responses on size x size patches of `images` are uncorrelated, with unit second moment.
 
     With S = mean of patch patchᵀ = V diag(e) Vᵀ the filters are the rows of diag(e + eps)^(-1/2) Vᵀ, largest e first.
-    eps keeps directions that hardly occur from being blown up. The sign of each filter is fixed by its largest entry,
-    so that the result depends on the images only.
+    eps limits the amplification of rare directions. The largest entry of each filter is positive, so that the result
+    depends on the images only.
 
-    images (N, C, H, W), normalised -> (C size², C, size, size) float32 on the same device.
+    images (N, C, H, W), normalized -> (C size², C, size, size) float32 on the same device.
 
     >>> images = torch.randn(64, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     >>> responses = F.conv2d(images, whitening_filters(images))
@@ -42,27 +42,25 @@ def whitening_filters(images: torch.Tensor, size: int = 2, eps: float = 5e-4) ->
 
 
 class FastNorm(nn.BatchNorm2d):
-    """Batch normalisation with a bias only: the weight stays 1, since GELU networks this small do not need it.
+    """Batch normalization with a bias only: the weight stays 1, since GELU networks this small do not need it.
 
-    The running statistics follow quickly (momentum 0.4), because a whole training is only a few hundred steps.
+    The running statistics adapt quickly, because training takes only a few hundred steps.
     """
 
-    def __init__(self, channels: int, momentum: float) -> None:
-        super().__init__(channels, eps=1e-5, momentum=momentum)
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, eps=1e-5, momentum=0.4)
         self.weight.requires_grad_(False)
 
 
 class FastBlock(nn.Module):
-    """conv-max pooling-BN-GELU, then `convs - 1` times conv-BN-GELU, around these a residual sum if asked for."""
+    """conv-max pooling-BN-GELU, then `convs - 1` times conv-BN-GELU, optionally with a residual sum around these."""
 
-    def __init__(
-        self, channels_in: int, channels_out: int, convs: int, residual: bool, momentum: float, fused: bool
-    ) -> None:
+    def __init__(self, channels_in: int, channels_out: int, convs: int, residual: bool, fused: bool) -> None:
         super().__init__()
         self.conv = conv3x3(channels_in, channels_out)
-        self.norm = FastNorm(channels_out, momentum)
+        self.norm = FastNorm(channels_out)
         self.convs = nn.ModuleList(conv3x3(channels_out, channels_out) for _ in range(convs - 1))
-        self.norms = nn.ModuleList(FastNorm(channels_out, momentum) for _ in range(convs - 1))
+        self.norms = nn.ModuleList(FastNorm(channels_out) for _ in range(convs - 1))
         self.residual, self.fused = residual, fused
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (N, in, H, W) -> (N, out, H/2, W/2)
@@ -76,16 +74,15 @@ class FastBlock(nn.Module):
     def _norm_gelu(
         self, x: torch.Tensor, norm: Any, pool: bool = False, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        # not for a norm that was made another, as SyncBatchNorm is, or that somebody looks into
+        # not for a norm that was replaced, as by SyncBatchNorm, or that has hooks
         plain = type(norm) is FastNorm and not norm.weight.requires_grad and not norm._forward_hooks
         if self.fused and plain and norm.training and x.is_cuda and not torch.compiler.is_compiling():
             from . import fused  # brings Triton, which only this needs
 
             if fused.usable(x):
                 norm.num_batches_tracked.add_(1)
-                return fused.norm_gelu(
-                    x, norm.bias, norm.running_mean, norm.running_var, norm.momentum, norm.eps, pool, residual
-                )
+                state = fused.Norm(norm.running_mean, norm.running_var, norm.momentum, norm.eps)
+                return fused.norm_gelu(x, norm.bias, state, pool, residual)
         x = norm(F.max_pool2d(x, 2) if pool else x)
         return F.gelu(x if residual is None else x + residual)
 
@@ -96,16 +93,15 @@ class ResNet9(nn.Module):
     Meant for `channels_last` and bf16 or half on one GPU. 1,968,792 learned parameters, 1,967,616 of them in 3x3
     convolutions, and about 0.24 GFLOP (a multiply-add is two) per 32x32 image forward, three times that to train.
 
-    * `whiten=True`: the first layer is a 2x2 convolution with 2 C 2² fixed filters, plus and minus a basis of the
-      patches, and a learned bias. The basis is the identity until `init_whiten(images)` sets it from the data; it is a
-      buffer, so it travels in the state dict and no optimiser sees it. `whiten=False` learns that layer instead.
-    * Every 3x3 convolution starts as the identity on its first input channels (the other filters
-      are PyTorch's default), so that the network at the start passes the image through.
-    * `FastNorm` has only a bias; a learning rate well above that of the weights suits it: all parameters with one
-      dimension are such biases.
-    * `fused=True`: on a GPU pooling, normalisation and GELU are one function while training; see `fused.py`.
+    whiten: the first layer is a 2x2 convolution with 2 C 2² fixed filters, plus and minus a basis of the patches, and a
+        learned bias. The basis is a buffer: the identity until `init_whiten(images)` sets it. False learns that layer.
+    widths, convs, residual: channels of the blocks, 3x3 convolutions per block, and whether a block has a residual sum
+    fused: on a GPU pooling, normalization and GELU are one function while training; see `fused.py`
 
-    The features are as they come; a head on them wants a scale (about 1/9 on its outputs), which is the lab's to set.
+    Every 3x3 convolution starts as the identity on its first input channels (the other filters are PyTorch's default),
+    so the initial network passes the image through. `FastNorm` has only a bias, which needs a learning rate well above
+    that of the weights: all parameters with one dimension are such biases. Features are not scaled; a head's outputs
+    need a factor of about 1/9.
 
     (N, C, H, W) -> (N, widths[-1]); images from 17x17.
 
@@ -123,7 +119,6 @@ class ResNet9(nn.Module):
         convs: int = 2,
         residual: bool = True,
         whiten: bool = True,
-        bn_momentum: float = 0.4,
         fused: bool = True,
     ) -> None:
         super().__init__()
@@ -144,7 +139,7 @@ class ResNet9(nn.Module):
         blocks = []
         channels = 2 * patch
         for width in widths:
-            blocks.append(FastBlock(channels, width, convs, residual, bn_momentum, fused))
+            blocks.append(FastBlock(channels, width, convs, residual, fused))
             channels = width
         self.blocks = nn.Sequential(*blocks)
         self.pool = GlobalPool(pool or "max")
@@ -155,14 +150,14 @@ class ResNet9(nn.Module):
                     nn.init.dirac_(module.weight[: module.in_channels])
 
     def init_whiten(self, images: torch.Tensor, eps: float = 5e-4) -> ResNet9:
-        """Set the fixed first layer from a sample of normalised training images (a few thousand); returns itself.
+        """Set the fixed first layer, if there is one; returns itself.
 
-        With `whiten=False` there is no fixed layer and nothing happens. See `whitening_filters`.
+        images: a few thousand normalized training images, (N, C, H, W)
+        eps: as in `whitening_filters`
         """
         if images.dim() != 4 or images.shape[1] != self.stem_weight.shape[1] or len(images) == 0:
-            raise ValueError(
-                f"images must be (N, {self.stem_weight.shape[1]}, H, W) with N > 0, got {tuple(images.shape)}"
-            )
+            expected = f"(N, {self.stem_weight.shape[1]}, H, W) with N > 0"
+            raise ValueError(f"images must be {expected}, got {tuple(images.shape)}")
         if self.whiten:
             filters = whitening_filters(images, eps=eps)
             self.stem_weight.copy_(torch.cat([filters, -filters]))

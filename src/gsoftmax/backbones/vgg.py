@@ -7,20 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from .layers import GlobalPool, conv3x3, he_init, image_shape, probability
+from .layers import GlobalPool, check_dropout, conv3x3, he_init, image_shape
 
 STAGES = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))  # (channels, convolutions); a 2x2 max pooling ends each
 
 
 class VGG16(nn.Module):
-    """13 convolutions 3x3 with batch normalisation, then fully connected 512-512; with the head, 16 weight layers.
+    """13 3x3 convolutions with batch normalization, then fully connected 512-512; with the head, 16 weight layers.
 
     The ImageNet original ends in 4096-4096 on a 7x7 map; on CIFAR the five poolings leave 1x1x512 and the usual
-    classifier is Dropout-Linear(512)-ReLU twice, which is what `hidden` describes (empty: the convolutions alone).
-    Convolutions have no bias, since batch normalisation follows. Parameters for three channels: 14,718,912 in the
+    classifier is Dropout-Linear(512)-ReLU twice, as in `hidden` (empty: only the convolutions).
+    Convolutions have no bias, since batch normalization follows. Parameters for three channels: 14,718,912 in the
     convolutional part, 525,312 in the hidden layers. Images above 32x32 are pooled to 1x1 by `pool`.
 
-    (N, C, H, W) -> (N, 512); C is free, H and W at least 32.
+    (N, C, H, W) -> (N, 512); H and W at least 32.
 
     >>> VGG16((3, 32, 32))(torch.zeros(2, 3, 32, 32)).shape
     torch.Size([2, 512])
@@ -36,7 +36,7 @@ class VGG16(nn.Module):
     ) -> None:
         super().__init__()
         channels, _, _ = image_shape(input_shape, 32, "vgg16")
-        dropout = probability(dropout, "dropout")
+        check_dropout(dropout)
         layers: list[nn.Module] = []
         for width, repeats in STAGES:
             for _ in range(repeats):

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .layers import GlobalPool, conv3x3, he_init, image_shape, probability
+from .layers import GlobalPool, check_dropout, conv3x3, he_init, image_shape
 
 
 class WideBlock(nn.Module):
@@ -51,7 +51,7 @@ class WideResNet(nn.Module):
     ) -> None:
         super().__init__()
         channels, _, _ = image_shape(input_shape, 8, f"wrn-{depth}-{width}")
-        dropout = probability(dropout, "dropout")
+        check_dropout(dropout)
         if depth < 10 or (depth - 4) % 6:
             raise ValueError(f"wrn depth must be 6n + 4 (10, 16, 22, 28, 34, 40, ...), got {depth}")
         if width < 1:
