@@ -679,7 +679,7 @@ def forbidden(name: str, keywords: dict[str | None, str]) -> str | None:
         ("spawnl", "spawnv", "execv", "execl")
     ):
         return "runs a program"
-    if keywords.get("shell") not in (None, "False"):
+    if keywords.get("shell") not in (None, "False") and last in ("run", "Popen", "call", "check_call", "check_output"):
         return "runs a shell"
     if name in ("tempfile.mktemp",) or last == "urlopen" or name.startswith("requests."):
         return "a name anyone can guess, or the network"

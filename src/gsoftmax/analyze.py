@@ -1,7 +1,7 @@
-"""Anybody's outputs: what a model did to the classes, from a file of its outputs x and the true labels y.
+"""Class geometry and metrics of any model, from a file of its outputs x and the true labels y.
 
-`gsoftmax.outputs` says what such a file holds.  It is read in blocks of rows, so it may be larger than memory.  What
-cannot be used is left out, and a note says so; what makes no sense is one clear line.
+`gsoftmax.outputs` describes such files.  They are read in blocks of rows, so they may be larger than memory.  Unusable
+rows are skipped with a note; invalid files raise a one-line error.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from . import geometry, significance
-from .metrics import P_MIN, multilabel_report
+from . import geometry, metrics, significance
+from .geometry import ClassGeometry, ClassStatistics
 from .outputs import IGNORE, Block, Outputs, open_outputs
+from .significance import McNemar, mcnemar
 
 __all__ = [
     "Analysis",
@@ -30,17 +30,19 @@ __all__ = [
     "mcnemar",
 ]
 
-BINS = 15  # of the reliability diagram, as in metrics.expected_calibration_error
+MOST_POINTS = 60_000  # of all classes together
 _BLOCK = 2**22  # numbers of x read at a time: 32 MB in float64
 _AP_MEMORY = 2**28  # bytes of scores held for average precision; more labels than fit take more passes
-_LOG_P_MIN = math.log(P_MIN)
-_NEAREST = 3  # impostors told by name
+_LOG_P_MIN = math.log(metrics.P_MIN)
+_NEAREST = 3  # impostors listed by name
 _MOST_NEAREST = 1000  # classes for which they are looked for: the search is quadratic
 
+_SINGLE = ("error", "error_x", "nll", "ece")
+_MULTI = ("mAP", "mAP_voc12", "C_P", "C_R", "C_F1_mean", "O_P", "O_R", "O_F1", "ece", "nll", "hamming")
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What comes out
-# ---------------------------------------------------------------------------------------------------------------------
+Rows = dict[
+    str, np.ndarray
+]  # one value per row used: wrong, nll, clipped and, of single labels, y, confidence, wrong_x
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,18 +59,19 @@ class ClassGaussians:
 class Analysis:
     """One model on one test set.  Per-class arrays are (C,) float64, nan where a class has no such number."""
 
-    name: str
+    name: str  # of the model
     n: int  # images used
-    classes: tuple[str, ...]
-    multilabel: bool
+    classes: tuple[str, ...]  # names
+    multilabel: bool  # several labels per image
     metrics: dict[str, float]  # fractions: error, error_x, nll, ece, or the multi-label numbers
-    geometry: geometry.ClassGeometry
+    geometry: ClassGeometry  # the measures of every class
     score: np.ndarray  # accuracy of each class, or its average precision
-    gaussians: ClassGaussians
-    calibration: np.ndarray  # (BINS, 3) images, mean confidence, accuracy
+    gaussians: ClassGaussians  # of x
+    calibration: np.ndarray  # (bins, 3) images, mean confidence, accuracy
     points: dict[str, np.ndarray]  # a sample: c class, own 0/1, j output, x, p
     learned: np.ndarray | None  # (C, 2) mu and sigma of the head
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # what was left out, and other things to know
+    train: ClassStatistics | None = None  # of the training set, where a run saved them
 
     @property
     def measures(self) -> dict[str, np.ndarray]:
@@ -78,34 +81,27 @@ class Analysis:
 
 
 @dataclass(frozen=True)
-class McNemar:
-    """Images that only one of two models got right; p is the exact two-sided binomial one."""
-
-    only_first_right: int
-    only_second_right: int
-    p: float
-
-
-@dataclass(frozen=True)
 class Comparison:
     """A second model against a first on the same images: differences are second minus first."""
 
     classes: dict[str, significance.Paired]  # paired over classes: the measures and the score
-    images: dict[str, significance.Paired]  # paired over images: error (multi-label: share of labels wrong) and nll
+    images: dict[str, significance.Paired]  # paired over images: error (multi-label: fraction of wrong labels) and nll
     mcnemar: McNemar | None  # single label only
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Analysis
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def analyze(
-    path: str | os.PathLike[str], *, names: Sequence[str] | None = None, points: int = 500, name: str | None = None
+    path: str | os.PathLike[str],
+    *,
+    names: Sequence[str] | None = None,
+    points: int = 500,
+    most_points: int = MOST_POINTS,
+    name: str | None = None,
 ) -> Analysis:
-    """Reads a file of outputs once (several labels: now and then more than once) and measures its classes.
+    """Reads a file of outputs once (multi-label files may need several passes) and measures its classes.
 
-    points: how many (x, p) pairs of a class are kept for drawing, own and impostor together.
+    path, names, name: as in `open_outputs`
+    points: how many (x, p) pairs of a class are kept for drawing, own and impostor together
+    most_points: of all classes together
 
     >>> import tempfile
     >>> x, y = np.array([[2.0, 0.0], [3.0, 1.0], [0.0, 3.0], [1.0, 5.0]]), np.array([0, 0, 1, 1])
@@ -115,7 +111,8 @@ def analyze(
     >>> found.classes, found.metrics["error"], found.geometry.compactness.tolist()
     (('cat', 'dog'), 0.0, [2.0, 1.0])
     """
-    return _analyze([open_outputs(path, names=names, name=name)], points)[0][0]
+    file = open_outputs(path, names=names, name=name)
+    return _analyze([file], min(points, most_points // file.num_classes))[0][0]
 
 
 def compare_outputs(
@@ -125,14 +122,17 @@ def compare_outputs(
     names: Sequence[str] | None = None,
     points: int = 500,
 ) -> tuple[Analysis, Analysis, Comparison]:
-    """Two models on the same test set, paired over classes and over images; the files hold the same images in order."""
+    """Two models on the same test set, paired over classes and over images.
+
+    first, second: files of outputs of the same images, in the same order; names, points: as in `analyze`
+    """
     labels = _two_names(Path(first), Path(second))
-    opened = [open_outputs(path, names=names, name=label) for path, label in zip((first, second), labels, strict=True)]
-    a, b = opened
+    a, b = (open_outputs(path, names=names, name=label) for path, label in zip((first, second), labels, strict=True))
+    kinds = ["several labels" if file.multilabel else "one label" for file in (a, b)]
     for what, left, right in (
         ("rows", a.n, b.n),
         ("classes", a.num_classes, b.num_classes),
-        ("kind of labels", _kind(a.multilabel), _kind(b.multilabel)),
+        ("kind of labels", *kinds),
     ):
         if left != right:
             raise ValueError(
@@ -140,132 +140,89 @@ def compare_outputs(
             )
     if not (a.names_given or names) and b.names_given:
         a.classes = b.classes
-    (one, two), pairs = _analyze(opened, points)
+    (one, of_one), (two, of_two) = _analyze([a, b], min(points, MOST_POINTS // a.num_classes))
     measures = {k: significance.paired(v, two.measures[k]) for k, v in one.measures.items()}
-    images = {key: pairs[key].paired() for key in ("error", "nll")}
-    exact = None if one.multilabel else mcnemar(pairs["first"], pairs["second"])
+    images = {"error": significance.paired(of_one["wrong"], of_two["wrong"])}
+    images["nll"] = significance.paired(of_one["nll"], of_two["nll"])
+    exact = None
+    if not one.multilabel:
+        exact = mcnemar(*(int((b["wrong"] > a["wrong"]).sum()) for a, b in ((of_one, of_two), (of_two, of_one))))
     return one, two, Comparison(measures, images, exact)
 
 
-def _analyze(files: Sequence[Outputs], points: int) -> tuple[list[Analysis], dict[str, Any]]:
+def _analyze(files: Sequence[Outputs], points: int) -> list[tuple[Analysis, Rows]]:
     """One pass over one or two files side by side; rows that one of them cannot use are left out of both."""
     head = files[0]
-    rows = max(1, _BLOCK // max(1, head.num_classes))
     tallies = [_Tally(f, points) for f in files]
-    pairs: dict[str, Any] = {"error": _Moments(), "nll": _Moments(), "first": 0, "second": 0}
     start = bad = ignored = 0
     masks = []  # rows used
-    for blocks in zip(*(f.blocks(rows) for f in files), strict=True):
+    for blocks in zip(*(f.blocks(max(1, _BLOCK // head.num_classes)) for f in files), strict=True):
         y = blocks[0].y
         if len(blocks) == 2 and not np.array_equal(y, blocks[1].y):
             row = start + int(np.flatnonzero((y != blocks[1].y).reshape(len(y), -1).any(1))[0])
             raise ValueError(f"both files must hold the same images in the same order: y differs first in row {row}")
         used = np.ones(len(y), bool) if head.multilabel else y != IGNORE
-        ignored += int((~used).sum())
         finite = np.logical_and.reduce([b.finite() for b in blocks])
-        bad += int((used & ~finite).sum())
-        used &= finite
-        masks.append(used)
-        number = np.arange(start, start + len(y))[used]
-        seen = [tally.update(b.take(used), number) for tally, b in zip(tallies, blocks, strict=True)]
-        if len(seen) == 2:
-            (wrong_a, nll_a), (wrong_b, nll_b) = seen
-            pairs["error"].update(wrong_b.astype(float) - wrong_a)
-            pairs["nll"].update(nll_b - nll_a)
-            if not head.multilabel:
-                pairs["first"] += int((~wrong_a & wrong_b).sum())
-                pairs["second"] += int((wrong_a & ~wrong_b).sum())
+        ignored, bad = ignored + int((~used).sum()), bad + int((used & ~finite).sum())
+        masks.append(used & finite)
+        for tally, block in zip(tallies, blocks, strict=True):
+            tally.update(block.take(masks[-1]), np.arange(start, start + len(y))[masks[-1]])
         start += len(y)
     if start == bad + ignored:
         reason = "all have nan or inf among their outputs" if bad else f"all are marked {IGNORE}"
         raise ValueError(f"{head.name} has no rows that can be used: {reason}")
-    notes = []
-    if ignored:
-        notes.append(f"{_count(ignored, 'row')} labelled {IGNORE} left out")
-    if bad:
-        notes.append(f"{_count(bad, 'row')} with nan or inf left out")
-    mask = np.concatenate(masks)
-    return [tally.result(notes, mask) for tally in tallies], pairs
+    notes = [f"{_count(ignored, 'row')} labelled {IGNORE} left out"] if ignored else []
+    notes += [f"{_count(bad, 'row')} with nan or inf left out"] if bad else []
+    return [tally.result(notes, np.concatenate(masks)) for tally in tallies]
 
 
 class _Tally:
-    """What is counted while the rows of one file pass by."""
+    """Running statistics of one file."""
 
     def __init__(self, file: Outputs, points: int) -> None:
         self.file, c = file, file.num_classes
         pooled = not file.multilabel and c > geometry.FULL_TABLE_LIMIT
-        self.statistics = geometry.ClassStatistics(c, multilabel=file.multilabel, pooled=pooled)
-        self.n = self.wrong_x = 0
-        self.nll, self.zero = _Moments(), 0
-        self.wrong = _Moments()
-        self.right_of_class, self.of_class = np.zeros(c), np.zeros(c)
-        self.bins = np.zeros((BINS, 3))
-        self.points = _Points(c, max(1, min(points // 2, 30_000 // c)), file.multilabel)
+        self.statistics = ClassStatistics(c, multilabel=file.multilabel, pooled=pooled)
+        self.rows: list[Rows] = []
+        self.points = _Points(c, max(1, points // 2), file.multilabel)
         # several labels: the scores of as many columns as memory allows, the rest in later passes
-        self.columns = max(1, _AP_MEMORY // (5 * max(file.n, 1)))
+        self.columns = max(1, _AP_MEMORY // (9 * max(file.n, 1)))
         self.scores: list[tuple[np.ndarray, np.ndarray]] = []
-        self.label_error = np.zeros((BINS * c, 2)) if file.multilabel else None
 
-    def update(self, block: Block, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Counts a block of usable rows; gives what each image cost: wrong or not (or the share of labels), and NLL."""
+    def update(self, block: Block, number: np.ndarray) -> None:
+        """Takes in a block of usable rows; number: of each row in the file."""
         y, x = block.y, block.positive
-        self.n += len(y)
         if not len(y):
-            return np.zeros(0, bool), np.zeros(0)
+            return
         self.statistics.update(x, y)
-        p, log_true = block.probabilities(self.file)
-        impossible = log_true < _LOG_P_MIN
-        self.zero += int(impossible.reshape(len(y), -1).any(1).sum())
-        log_true = np.maximum(log_true, _LOG_P_MIN)
+        p, log_true = self.file.probabilities(block)
         self.points.update(x, p, y, number)
+        clipped: np.ndarray = log_true < _LOG_P_MIN
+        nll = -np.maximum(log_true, _LOG_P_MIN)
         if self.file.multilabel:
             has = y.astype(bool)
-            wrong: np.ndarray = ((p >= 0.5) != has).mean(1)
-            nll = -log_true.mean(1)
-            assert self.label_error is not None
-            self._calibrate(p.ravel(), has.ravel())
-            bins = _bins(p) * p.shape[1] + np.arange(p.shape[1])
-            self.label_error[:, 0] += np.bincount(bins.ravel(), minlength=len(self.label_error))
-            self.label_error[:, 1] += np.bincount(bins.ravel(), (has - p).ravel(), minlength=len(self.label_error))
-            self.scores.append((p[:, : self.columns].astype(block.p_dtype), has[:, : self.columns].copy()))
+            self.rows.append({"wrong": ((p >= 0.5) != has).mean(1), "nll": nll.mean(1), "clipped": clipped.any(1)})
+            self.scores.append((p[:, : self.columns].copy(), has[:, : self.columns].copy()))
         else:
-            right = p.argmax(1) == y
-            wrong, nll = ~right, -log_true
-            self._calibrate(p.max(1), right)
-            self.wrong_x += int((x.argmax(1) != y).sum())
-            self.of_class += np.bincount(y, minlength=len(self.of_class))
-            self.right_of_class += np.bincount(y[right], minlength=len(self.of_class))
-        self.nll.update(nll)
-        self.wrong.update(wrong.astype(float))
-        return wrong, nll
+            rows = {"y": y, "wrong": np.asarray(p.argmax(1) != y), "nll": nll, "clipped": clipped}
+            self.rows.append(rows | {"confidence": p.max(1), "wrong_x": x.argmax(1) != y})
 
-    def _calibrate(self, confidence: np.ndarray, right: np.ndarray) -> None:
-        k = _bins(confidence)
-        for column, weights in enumerate((None, confidence, right.astype(float))):
-            self.bins[:, column] += np.bincount(k, weights, minlength=BINS)
-
-    def result(self, notes: Sequence[str], used: np.ndarray) -> Analysis:
-        self.used = used
+    def result(self, notes: Sequence[str], used: np.ndarray) -> tuple[Analysis, Rows]:
         file, found = self.file, self.statistics.geometry()
-        count = np.maximum(self.bins[:, :1], 1)
-        calibration = np.hstack([self.bins[:, :1], np.where(self.bins[:, :1] > 0, self.bins[:, 1:] / count, np.nan)])
-        if file.multilabel:
-            metrics, score = self._several()
-            metrics |= {"nll": self.nll.mean, "hamming": self.wrong.mean}
-        else:
-            with np.errstate(invalid="ignore"):
-                score = self.right_of_class / self.of_class
-            excess = np.abs(self.bins[:, 2] - self.bins[:, 1]).sum() / self.n
-            metrics = {
-                "error": self.wrong.mean,
-                "error_x": self.wrong_x / self.n,
-                "nll": self.nll.mean,
-                "ece": float(excess),
-            }
+        rows = {key: np.concatenate([block[key] for block in self.rows]) for key in self.rows[0]}
+        numbers, score, table = self._several(used) if file.multilabel else self._single(rows)
+        numbers |= {
+            "hamming": float(rows["wrong"].mean()),
+            "nll": float(rows["nll"].mean()),
+            "ece": metrics.mean(metrics.calibration_error(table)),
+        }
+        images, *sums = table.sum(0).T
+        with np.errstate(invalid="ignore"):
+            calibration = np.stack([images, *(s / images for s in sums)], 1)
         told = [*file.notes, *notes]
-        if self.zero:
+        if zero := int(rows["clipped"].sum()):
             told.append(
-                f"{_count(self.zero, 'image')} whose true label was given a probability below {P_MIN:.1e}, "
+                f"{_count(zero, 'image')} whose true label has a probability below {metrics.P_MIN:.1e}, "
                 "which the NLL counts as that"
             )
         if found.pooled:
@@ -273,123 +230,55 @@ class _Tally:
                 f"{file.num_classes} classes: the impostors of a class are pooled into one Gaussian (the full table is "
                 f"kept up to {geometry.FULL_TABLE_LIMIT})"
             )
-        told += _left_out(found.left_out, file.classes)
-        learned = None
-        if file.mu is not None and file.sigma is not None:
-            learned = np.stack([file.mu, file.sigma], 1)
-        return Analysis(
+        train = None
+        if file.train is not None:
+            form = int(file.train["form"])
+            train = ClassStatistics(len(file.train["count"]), multilabel=form == 2, pooled=form == 1)
+            train.load_state_dict(file.train)
+        analysis = Analysis(
             name=file.name,
-            n=self.n,
+            n=len(rows["nll"]),
             classes=tuple(file.classes),
             multilabel=file.multilabel,
-            metrics=metrics,
+            metrics={key: numbers[key] for key in (_MULTI if file.multilabel else _SINGLE)},
             geometry=found,
             score=score,
             gaussians=class_gaussians(self.statistics),
             calibration=calibration,
             points=self.points.result(),
-            learned=learned,
-            notes=tuple(told),
+            learned=None if file.mu is None or file.sigma is None else np.stack([file.mu, file.sigma], 1),
+            notes=(*told, *_left_out(found.left_out, file.classes)),
+            train=train,
         )
+        return analysis, rows
 
-    def _next_columns(self, columns: slice) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        start = 0
-        for block in self.file.blocks(max(1, _BLOCK // self.file.num_classes)):
-            used = self.used[start : start + len(block.y)]
-            start += len(block.y)
-            part = block.take(used).columns(columns)
-            yield part.probabilities(self.file)[0].astype(block.p_dtype), part.y.astype(bool)
+    def _single(self, rows: Rows) -> tuple[dict[str, float], np.ndarray, np.ndarray]:
+        """Metrics, accuracy of each class, and the bins of the reliability diagram."""
+        right, c = ~rows["wrong"], self.file.num_classes
+        with np.errstate(invalid="ignore"):
+            score = np.bincount(rows["y"], right, c) / np.bincount(rows["y"], minlength=c)
+        table = metrics.reliability(rows["confidence"][:, None], right[:, None])
+        return {"error": float(rows["wrong"].mean()), "error_x": float(rows["wrong_x"].mean())}, score, table
 
-    def _several(self) -> tuple[dict[str, float], np.ndarray]:
-        """The multi-label numbers, from blocks of columns that fit into memory."""
-        labels = self.file.num_classes
-        reports = []
-        for first in range(0, labels, self.columns):
+    def _several(self, used: np.ndarray) -> tuple[dict[str, float], np.ndarray, np.ndarray]:
+        """The same of several labels, from blocks of columns that fit into memory; the score is average precision."""
+        reports, tables = [], []
+        for first in range(0, self.file.num_classes, self.columns):
             if first:  # another pass, for the next columns
-                self.scores = list(self._next_columns(slice(first, first + self.columns)))
+                self.scores = list(self._read_columns(slice(first, first + self.columns), used))
             p, has = (np.concatenate(parts) for parts in zip(*self.scores, strict=True))
             self.scores = []
-            reports.append(multilabel_report(p, has))
+            reports.append(metrics.multilabel_report(p, has))
+            tables.append(metrics.reliability(p, has))
+        report = metrics.join_reports(reports)
+        return report.summary(), report.ap, np.concatenate(tables)
 
-        def every(key: str) -> np.ndarray:
-            return np.concatenate([getattr(r, key) for r in reports])
-
-        precision, positives, predicted = every("precision"), every("positives"), every("predicted")
-        known = positives > 0
-        correct = np.rint(precision * predicted).sum()
-        o_p = float(correct / predicted.sum()) if predicted.sum() else 0.0
-        o_r = float(correct / positives.sum()) if known.any() else math.nan
-        assert self.label_error is not None
-        ece = np.abs(self.label_error[:, 1]).reshape(BINS, labels).sum(0) / self.n
-        return {
-            "mAP": _mean(every("ap")),
-            "mAP_voc12": _mean(every("ap_voc12")),
-            "C_P": _mean(precision[known]),
-            "C_R": _mean(every("recall")),
-            "C_F1_mean": _mean(every("f1")),
-            "O_P": o_p,
-            "O_R": o_r,
-            "O_F1": 2 * o_p * o_r / (o_p + o_r) if o_p + o_r > 0 else o_p + o_r,
-            "ece": _mean(ece),
-        }, every("ap")
-
-
-class _Moments:
-    """Count, mean and sum of squared distances from it, block by block (Chan's formula)."""
-
-    def __init__(self) -> None:
-        self.n, self.mean, self.m2 = 0, 0.0, 0.0
-
-    def update(self, values: np.ndarray) -> None:
-        n = len(values)
-        if not n:
-            return
-        mean = float(values.mean())
-        delta, total = mean - self.mean, self.n + n
-        self.m2 += float(np.square(values - mean).sum()) + delta * delta * self.n * n / total
-        self.mean += delta * n / total
-        self.n = total
-
-    def paired(self) -> significance.Paired:
-        """The paired t-test of differences that were streamed."""
-        sd = math.sqrt(self.m2 / (self.n - 1)) if self.n > 1 else math.nan
-        return significance.paired_from_moments(self.n, self.mean, sd)
-
-
-def mcnemar(only_first_right: int, only_second_right: int) -> McNemar:
-    """McNemar's exact test: were the models equally good, each image that only one gets right would be a fair coin.
-
-    p = min(1, 2 P(K <= k)), K binomial(n, 1/2), k the smaller count of n together.
-
-    >>> mcnemar(10, 2).p
-    0.03857421875
-    """
-    n, k = only_first_right + only_second_right, min(only_first_right, only_second_right)
-    if 2 * k >= n - 1:  # includes n = 0
-        return McNemar(only_first_right, only_second_right, 1.0)
-    # P(K <= k) = C(n, k)/2^n (1 + k/(n-k+1) (1 + (k-1)/(n-k+2) (...))): positive terms, each smaller than the last
-    i = np.arange(k, 0, -1, dtype=np.float64)
-    series = 1.0 + float(np.cumprod(i / (n - i + 1)).sum())
-    return McNemar(only_first_right, only_second_right, min(1.0, 2 * _half_binomial(n, k) * series))
-
-
-def _half_binomial(n: int, k: int) -> float:
-    """C(n, k)/2^n to full precision, which the difference of large log-gammas would not have."""
-    if n <= 5000:
-        return math.comb(n, k) / 2**n if n < 1000 else math.exp(math.log(math.comb(n, k)) - n * math.log(2))
-    if k == 0:
-        return math.exp(-n * math.log(2))
-
-    # Stirling: n! = sqrt(2 pi n) (n/e)^n e^d(n).  The powers together are (n/2k)^k (n/2(n-k))^(n-k).
-    def d(m: int) -> float:
-        return 1 / (12 * m) - 1 / (360 * m**3) + 1 / (1260 * m**5) if m > 50 else _stirling_rest(m)
-
-    powers = -k * math.log1p((2 * k - n) / n) - (n - k) * math.log1p((n - 2 * k) / n)
-    return math.exp(powers + d(n) - d(k) - d(n - k)) * math.sqrt(n / (2 * math.pi * k * (n - k)))
-
-
-def _stirling_rest(m: int) -> float:
-    return math.lgamma(m + 1) - (m + 0.5) * math.log(m) + m - 0.5 * math.log(2 * math.pi)
+    def _read_columns(self, columns: slice, used: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        start = 0
+        for block in self.file.blocks(max(1, _BLOCK // self.file.num_classes)):
+            part = block.take(used[start : start + len(block.y)]).columns(columns)
+            start += len(block.y)
+            yield self.file.probabilities(part)[0], part.y.astype(bool)
 
 
 class _Points:
@@ -405,31 +294,25 @@ class _Points:
     def update(self, x: np.ndarray, p: np.ndarray, y: np.ndarray, number: np.ndarray) -> None:
         key = _scramble(number)
         if self.multilabel:
-            has = y.astype(bool)
-            row, c = np.nonzero(key[:, None] < np.where(has, self.limit[:, 1], self.limit[:, 0]))
-            own, j = has[row, c].astype(np.int8), c
-            new = [{"key": key[row], "c": c, "own": own, "j": j, "x": x[row, c], "p": p[row, c]}]
-        else:
+            row, c = np.nonzero(key[:, None] < np.where(y == 1, self.limit[:, 1], self.limit[:, 0]))
+            own, j = y[row, c], c
+        else:  # the image's own output and one impostor
             row = np.flatnonzero(key < self.limit[y, 1])
-            c, key = y[row], key[row]
-            new = [{"key": key, "c": c, "own": np.ones(len(c), np.int8), "j": c, "x": x[row, c], "p": p[row, c]}]
-            if self.classes > 1:  # beside its own output, one impostor of the image
-                step = 1 + (_scramble(number[row] + 1_000_003) % np.uint64(self.classes - 1)).astype(np.int64)
-                j = (c + step) % self.classes
-                new.append(
-                    {"key": key, "c": c, "own": np.zeros(len(c), np.int8), "j": j, "x": x[row, j], "p": p[row, j]}
-                )
-        merged = {k: np.concatenate([self.kept[k], *(part[k].astype(_POINT[k]) for part in new)]) for k in _POINT}
+            step = 1 + _scramble(number[row] + 1_000_003) % np.uint64(max(1, self.classes - 1))
+            j = np.concatenate([y[row], (y[row] + step.astype(np.int64)) % self.classes])
+            row = np.tile(row, 2)
+            c, own = y[row], j == y[row]
+        new = {"key": key[row], "c": c, "own": own, "j": j, "x": x[row, j], "p": p[row, j]}
+        if self.classes == 1 and not self.multilabel:
+            new = {k: v[: len(v) // 2] for k, v in new.items()}  # no impostors
+        merged = {k: np.concatenate([self.kept[k], new[k].astype(t)]) for k, t in _POINT.items()}
         # the first `each` of every (class, side), by scrambled number
         order = np.lexsort((merged["key"], merged["own"], merged["c"]))
         group = merged["c"][order] * 2 + merged["own"][order]
-        first = np.r_[True, group[1:] != group[:-1]] if len(group) else np.zeros(0, bool)
-        begin = np.maximum.accumulate(np.where(first, np.arange(len(group)), 0))
-        rank = np.arange(len(group)) - begin
-        keep = order[rank < self.each]
-        self.kept = {k: v[keep] for k, v in merged.items()}
-        full = rank == self.each - 1
-        self.limit[merged["c"][order[full]], merged["own"][order[full]]] = merged["key"][order[full]]
+        rank = np.arange(len(group)) - np.searchsorted(group, group)
+        self.kept = {k: v[order[rank < self.each]] for k, v in merged.items()}
+        full = order[rank == self.each - 1]
+        self.limit[merged["c"][full], merged["own"][full]] = merged["key"][full]
 
     def result(self) -> dict[str, np.ndarray]:
         return {k: v for k, v in self.kept.items() if k != "key"}
@@ -439,7 +322,7 @@ _POINT = {"key": np.uint64, "c": np.int64, "own": np.int8, "j": np.int64, "x": n
 
 
 def _scramble(number: np.ndarray) -> np.ndarray:
-    """Row numbers in an order that looks random and never changes (the finaliser of splitmix64)."""
+    """Row numbers in a fixed pseudo-random order (the finaliser of splitmix64)."""
     with np.errstate(over="ignore"):
         z = (number.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -447,8 +330,11 @@ def _scramble(number: np.ndarray) -> np.ndarray:
         return z ^ (z >> np.uint64(31))
 
 
-def class_gaussians(stats: geometry.ClassStatistics) -> ClassGaussians:
-    """Own, pooled impostors' and overall (mean, deviation) of every class, and its nearest impostors."""
+def class_gaussians(stats: ClassStatistics) -> ClassGaussians:
+    """Own, pooled impostors' and overall (mean, deviation) of every class, and its nearest impostors.
+
+    stats: of x over a test or training set
+    """
     mean, std = stats.mean.numpy(), stats.std.numpy()
     m = stats.num_classes
     if stats.multilabel or stats.pooled:
@@ -498,26 +384,12 @@ def _left_out(reasons: Mapping[int, str], classes: Sequence[str]) -> list[str]:
 
 
 def _two_names(first: Path, second: Path) -> tuple[str, str]:
-    """Different names for two files, with as much of their paths as that takes."""
+    """Different names for two files, adding path components until they differ."""
     a, b = ([*p.resolve().parent.parts, p.name if p.is_dir() else p.stem] for p in (first, second))
     for k in range(1, min(len(a), len(b)) + 1):
         if a[-k:] != b[-k:]:
             return "/".join(a[-k:]), "/".join(b[-k:])
     return "first", "second"
-
-
-def _bins(confidence: np.ndarray) -> np.ndarray:
-    """The bin of each confidence, bin k being (k/BINS, (k+1)/BINS]."""
-    return np.maximum(np.ceil(confidence * BINS).astype(np.int64) - 1, 0)
-
-
-def _mean(values: np.ndarray) -> float:
-    values = values[~np.isnan(values)]
-    return float(values.mean()) if len(values) else math.nan
-
-
-def _kind(multilabel: bool) -> str:
-    return "several labels" if multilabel else "one label"
 
 
 def _count(n: int, what: str) -> str:

@@ -8,6 +8,7 @@ A class without positives has no average precision: it is nan, and the averages 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Any
@@ -65,7 +66,7 @@ def negative_log_likelihood(p: ArrayLike, target: ArrayLike, *, ignore_index: in
     0.4904
     """
     p, target = _single(p, target, ignore_index, "p")
-    _check_probabilities(p, rows=True)
+    check_probabilities(p, rows=True)
     if not len(target):
         return float("nan")
     return float(-np.log(p[np.arange(len(p)), target].astype(np.float64).clip(P_MIN, 1)).mean())
@@ -83,11 +84,9 @@ def expected_calibration_error(p: ArrayLike, target: ArrayLike, bins: int = 15, 
     0.35
     """
     p, target = _single(p, target, ignore_index, "p")
-    _check_probabilities(p, rows=True)
-    if not len(target):
-        return float("nan")
+    check_probabilities(p, rows=True)
     right = p.argmax(1) == target
-    return float(_calibration_error(p.max(1)[:, None], right[:, None], bins)[0])
+    return float(calibration_error(reliability(p.max(1)[:, None], right[:, None], bins))[0])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -122,7 +121,7 @@ def mean_average_precision(scores: ArrayLike, target: ArrayLike, *, style: str =
     >>> mean_average_precision([[0.9, 0.1], [0.8, 0.2]], [[1, 0], [0, 0]])
     1.0
     """
-    return _mean(np.asarray(average_precision(_numpy(scores, "scores"), target, style=style)))
+    return mean(np.asarray(average_precision(_numpy(scores, "scores"), target, style=style)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,6 +161,7 @@ class MultilabelReport:
     f1: np.ndarray
     positives: np.ndarray  # (L,) int64
     predicted: np.ndarray  # (L,) int64
+    correct: np.ndarray  # (L,) int64
 
     def summary(self) -> dict[str, float]:
         """The numbers without the per-class arrays, by name."""
@@ -182,30 +182,40 @@ def multilabel_report(scores: ArrayLike, target: ArrayLike, threshold: float = 0
     if threshold != threshold:
         raise ValueError("threshold must be a number, got nan")
     s, t = _multi(scores, target, "scores")
-    ap, ap_voc12 = _average_precisions(s, t)
     guess = s >= threshold
-    correct, predicted, positives = (guess & t).sum(0), guess.sum(0), t.sum(0)
+    return _report(threshold, len(s), *_average_precisions(s, t), (guess & t).sum(0), guess.sum(0), t.sum(0))
+
+
+def join_reports(reports: Sequence[MultilabelReport]) -> MultilabelReport:
+    """The report of all labels, from reports of some labels each on the same images."""
+    keys = ("ap", "ap_voc12", "correct", "predicted", "positives")
+    parts = (np.concatenate([getattr(report, key) for report in reports]) for key in keys)
+    return _report(reports[0].threshold, reports[0].n, *parts)
+
+
+def _report(threshold: float, n: int, *of_classes: np.ndarray) -> MultilabelReport:
+    ap, ap_voc12, correct, predicted, positives = of_classes
     precision = _divide(correct, predicted, otherwise=0.0)
     recall = _divide(correct, positives)
     f1 = _divide(2.0 * correct, np.where(positives > 0, predicted + positives, 0))  # = 2PR/(P + R)
     known = positives > 0
-    c_p, c_r = _mean(precision[known]), _mean(recall)
+    c_p, c_r = mean(precision[known]), mean(recall)
     o_p = float(_divide(correct.sum(), predicted.sum(), otherwise=0.0))
     o_r = float(_divide(correct.sum(), positives.sum()))
     return MultilabelReport(
-        mAP=_mean(ap),
-        mAP_voc12=_mean(ap_voc12),
+        mAP=mean(ap),
+        mAP_voc12=mean(ap_voc12),
         C_P=c_p,
         C_R=c_r,
         C_F1_harmonic=_harmonic(c_p, c_r),
-        C_F1_mean=_mean(f1),
+        C_F1_mean=mean(f1),
         O_P=o_p,
         O_R=o_r,
         O_F1=_harmonic(o_p, o_r),
         classes_without_positives=int((~known).sum()),
         classes_without_predictions=int((predicted == 0).sum()),
         threshold=threshold,
-        n=len(s),
+        n=n,
         ap=ap,
         ap_voc12=ap_voc12,
         precision=precision,
@@ -213,6 +223,7 @@ def multilabel_report(scores: ArrayLike, target: ArrayLike, threshold: float = 0
         f1=f1,
         positives=positives.astype(np.int64),
         predicted=predicted.astype(np.int64),
+        correct=correct.astype(np.int64),
     )
 
 
@@ -225,7 +236,7 @@ def multilabel_negative_log_likelihood(p: ArrayLike, target: ArrayLike) -> Any:
     array([0.6931, 0.2877])
     """
     q, t = _multi(p, target, "p")
-    _check_probabilities(q, rows=False)
+    check_probabilities(q, rows=False)
     q = q.astype(np.float64)
     return _like(_column_means(-np.log(np.where(t, q, 1 - q).clip(P_MIN, 1))), p)
 
@@ -241,8 +252,8 @@ def multilabel_expected_calibration_error(p: ArrayLike, target: ArrayLike, bins:
     array([0.2667])
     """
     q, t = _multi(p, target, "p")
-    _check_probabilities(q, rows=False)
-    return _like(_calibration_error(q, t, bins), p)
+    check_probabilities(q, rows=False)
+    return _like(calibration_error(reliability(q, t, bins)), p)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -282,19 +293,21 @@ def _block(scores: np.ndarray, target: np.ndarray) -> np.ndarray:
     return out
 
 
-def _calibration_error(confidence: np.ndarray, right: np.ndarray, bins: int) -> np.ndarray:
-    """(N, L) confidences and outcomes to (L,)."""
+def reliability(confidence: np.ndarray, right: np.ndarray, bins: int = 15) -> np.ndarray:
+    """(N, L) confidences and outcomes to (L, bins, 3): images, sum of confidence and number right of every bin."""
     if not isinstance(bins, (int, np.integer)) or isinstance(bins, bool) or bins < 1:
         raise ValueError(f"bins must be a positive integer, got {bins!r}")
-    images, columns = confidence.shape
-    if not images:
-        return np.full(columns, np.nan)
     # side="left" puts a confidence equal to an edge into the bin below the edge; 0 itself joins the first bin
-    edges = np.linspace(0, 1, bins + 1)[1:-1]
+    edges, columns = np.linspace(0, 1, bins + 1)[1:-1], confidence.shape[1]
     confidence = confidence.astype(np.float64)
-    bin_ = np.searchsorted(edges, confidence, side="left") + bins * np.arange(columns)
-    excess = np.bincount(bin_.ravel(), (right - confidence).ravel(), minlength=bins * columns)
-    return np.abs(excess).reshape(columns, bins).sum(1) / images
+    place = (np.searchsorted(edges, confidence, side="left") + bins * np.arange(columns)).ravel()
+    values = (np.ones(confidence.size), confidence.ravel(), right.ravel())
+    return np.stack([np.bincount(place, v, bins * columns) for v in values], -1).reshape(columns, bins, 3)
+
+
+def calibration_error(table: np.ndarray) -> np.ndarray:
+    """The expected calibration error of each label, (L,), from the table of `reliability`; nan without images."""
+    return _divide(np.abs(table[..., 2] - table[..., 1]).sum(1), table[..., 0].sum(1))
 
 
 def _numpy(value: ArrayLike, name: str) -> np.ndarray:
@@ -357,7 +370,8 @@ def _multi(scores: ArrayLike, target: ArrayLike, name: str) -> tuple[np.ndarray,
     return s, t
 
 
-def _check_probabilities(p: np.ndarray, *, rows: bool) -> None:
+def check_probabilities(p: np.ndarray, *, rows: bool) -> None:
+    """Raises unless p is in [0, 1] and, with `rows`, sums to 1 over the classes."""
     if not p.size:
         return
     low, high = p.min(), p.max()
@@ -376,7 +390,7 @@ def _divide(a: Any, b: Any, otherwise: float = np.nan) -> np.ndarray:
     return np.divide(a, b, out=np.full(np.broadcast_shapes(a.shape, b.shape), otherwise), where=b > 0)
 
 
-def _mean(values: np.ndarray) -> float:
+def mean(values: np.ndarray) -> float:
     """Mean of what is not nan; nan (without a warning) of nothing."""
     values = values[~np.isnan(values)]
     return float(values.mean()) if len(values) else float("nan")

@@ -16,10 +16,12 @@ import numpy as np
 
 __all__ = [
     "Correlation",
+    "McNemar",
     "Paired",
     "PaperCorrelation",
     "all_class_correlation",
     "holm",
+    "mcnemar",
     "paired",
     "paired_from_moments",
     "paper_correlations",
@@ -100,6 +102,46 @@ def paired_from_moments(n: int, mean: float, sd: float, confidence: float = 0.95
     half = t_quantile((1 + confidence) / 2, n - 1) * error
     t = mean / error
     return Paired(mean, mean - half, mean + half, t, t_two_sided(t, n - 1), n, sd, dropped)
+
+
+@dataclass(frozen=True)
+class McNemar:
+    """Images that only one of two models got right; p is the exact two-sided binomial one."""
+
+    only_first_right: int  # images
+    only_second_right: int  # images
+    p: float  # two-sided
+
+
+def mcnemar(only_first_right: int, only_second_right: int) -> McNemar:
+    """McNemar's exact test: under the null hypothesis, each discordant image is a fair coin flip.
+
+    p = min(1, 2 P(K <= k)), K binomial(n, 1/2), k the smaller count of n together.
+
+    only_first_right, only_second_right: images that one of two models gets right and the other does not
+
+    >>> mcnemar(10, 2).p
+    0.03857421875
+    """
+    n, k = only_first_right + only_second_right, min(only_first_right, only_second_right)
+    if 2 * k >= n - 1:  # includes n = 0
+        return McNemar(only_first_right, only_second_right, 1.0)
+    # P(K <= k) = C(n, k)/2^n (1 + k/(n-k+1) (1 + (k-1)/(n-k+2) (...))): positive terms, each smaller than the last
+    i = np.arange(k, 0, -1, dtype=np.float64)
+    series = 1.0 + float(np.cumprod(i / (n - i + 1)).sum())
+    return McNemar(only_first_right, only_second_right, min(1.0, 2 * _half_binomial(n, k) * series))
+
+
+def _half_binomial(n: int, k: int) -> float:
+    """C(n, k)/2^n to full precision, which the difference of large log-gammas would not have."""
+    if n <= 20_000:
+        return math.comb(n, k) / 2**n
+    if k < 50:
+        return 0.0  # far below the smallest number
+    # Stirling: n! = sqrt(2 pi n) (n/e)^n e^d(n).  The powers together are (n/2k)^k (n/2(n-k))^(n-k).
+    d = [1 / (12 * m) - 1 / (360 * m**3) + 1 / (1260 * m**5) for m in (n, k, n - k)]
+    powers = -k * math.log1p((2 * k - n) / n) - (n - k) * math.log1p((n - 2 * k) / n)
+    return math.exp(powers + d[0] - d[1] - d[2]) * math.sqrt(n / (2 * math.pi * k * (n - k)))
 
 
 def holm(pvalues: ArrayLike) -> np.ndarray:

@@ -31,9 +31,8 @@ from typing import Any
 import numpy as np
 
 from .. import geometry, measures, significance
-from ..analyze import Analysis, ClassGaussians, Comparison, analyze, class_gaussians
+from ..analyze import MOST_POINTS, Analysis, Comparison, analyze, class_gaussians
 from ..config import Config
-from ..outputs import open_outputs
 from ..runs import environment, folder_name, read_config, read_result, read_rows
 from ..summary import correct, summary_of, verdicts
 from ..tables import p_value, plain, signed
@@ -41,7 +40,6 @@ from ..tables import p_value, plain, signed
 Document = dict[str, Any]
 
 PAPER = ("compactness", "separability", "ratio")
-_MOST_POINTS = 60_000  # in all
 _MOST_EPOCHS = 200  # of a learning curve
 
 
@@ -155,10 +153,9 @@ def _from_runs(summary: Mapping[str, Any], runs: Mapping[tuple[str, int], Path],
     found: dict[tuple[str, int], Analysis] = {}
     notes: dict[str, int] = {}
     for (head, seed), run in ready.items():
-        a = analyze(run, points=min(500, _MOST_POINTS // (len(runs) * _classes_in(run))), name=head)
+        a = analyze(run, most_points=MOST_POINTS // len(runs), name=head)
         found[head, seed] = a
         _add_analysis(doc, a, head, seed)
-        _add_train(doc, run, head, seed)
         _add_curve(doc, run, head, seed)
         for note in a.notes:
             notes[note] = notes.get(note, 0) + 1
@@ -172,27 +169,6 @@ def _from_runs(summary: Mapping[str, Any], runs: Mapping[tuple[str, int], Path],
     doc["correlations"] = _correlations(found)
     _add_origin(doc, list(ready.values()))
     return doc
-
-
-def _classes_in(run: Path) -> int:
-    return open_outputs(run).num_classes
-
-
-def _add_train(doc: Document, run: Path, head: str, seed: int) -> None:
-    """Class statistics of the training set, where the run saved them beside its outputs."""
-    from safetensors import safe_open
-
-    with safe_open(run / "outputs.safetensors", "pt") as file:
-        keys = {k.removeprefix("train_") for k in file.keys() if k.startswith("train_")}  # noqa: SIM118 - not a dict
-        if not {"form", "count", "mean", "m2"} <= keys:
-            return
-        state = {k: file.get_tensor(f"train_{k}") for k in ("form", "count", "mean", "m2")}
-    form = int(state["form"])
-    stats = geometry.ClassStatistics(len(state["count"]), multilabel=form == 2, pooled=form == 1)
-    stats.load_state_dict(state)
-    doc["geometry"].append(_geometry(stats.geometry(), class_gaussians(stats), head, seed, "train"))
-    if "train" not in doc["splits"]:
-        doc["splits"].append("train")
 
 
 def _add_curve(doc: Document, run: Path, head: str, seed: int) -> None:
@@ -353,6 +329,10 @@ def _add_analysis(doc: Document, a: Analysis, head: str, seed: int) -> None:
             learned = {m: getattr(geometry, m)(*((sigma,) if m == "compactness" else (mu, sigma))) for m in PAPER}
         row["learned_measures"] = _json(learned)
     doc["geometry"].append(row)
+    if a.train is not None:
+        doc["geometry"].append(_geometry(a.train.geometry(), class_gaussians(a.train), head, seed, "train"))
+        if "train" not in doc["splits"]:
+            doc["splits"].append("train")
     points = {k: a.points[k].tolist() for k in ("c", "own", "j")}
     points |= {k: [float(f"{v:.5g}") for v in a.points[k].tolist()] for k in ("x", "p")}
     doc["points"].append({"head": head, "seed": seed, **points})
@@ -361,7 +341,7 @@ def _add_analysis(doc: Document, a: Analysis, head: str, seed: int) -> None:
     doc["calibration"].append(_json({"head": head, "seed": seed, **bins}))
 
 
-def _geometry(g: geometry.ClassGeometry, n: ClassGaussians, head: str, seed: int, split: str) -> dict[str, Any]:
+def _geometry(g: geometry.ClassGeometry, n: Any, head: str, seed: int, split: str) -> dict[str, Any]:
     row = {"head": head, "seed": seed, "split": split, "count": g.count.numpy()}
     row |= {m: getattr(g, m).numpy() for m in geometry.MEASURES}
     return _json({**row, "own": n.own, "other": n.other, "overall": n.overall, "nearest": n.nearest})
