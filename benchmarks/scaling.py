@@ -111,7 +111,7 @@ def work(out: str, sizes: list[tuple[int, int, int]], rounds: int) -> None:
 
     for rows, features, classes in sizes:
         torch.manual_seed(0)
-        heads: dict[str, Any] = {"shards": Loss(GSoftmaxHead(features, classes, shard="class"))}
+        heads: dict[str, Any] = {"shards": Loss(sharded.ShardedGSoftmaxHead(features, classes))}
         copies: Any = Loss(GSoftmaxHead(features, classes))
         heads["copies"] = DistributedDataParallel(copies) if processes > 1 else copies
         own = rows // processes

@@ -586,7 +586,7 @@ MISTAKES = {
     "classes": (lambda: attach(mlp(), num_classes="ten"), "num_classes must be an integer, got str"),
     "option": (lambda: attach(mlp(), lamda=2.0), "unexpected keyword argument 'lamda'"),
     "length": (lambda: attach(mlp(), mu=[0.0, 1.0]), r"mu must be a number or 5 values, got shape \(2,\)"),
-    "form": (lambda: attach(mlp(), "lsoftmax", form="paired"), "L-softmax has no multi-label form"),
+    "form": (lambda: attach(mlp(), "lsoftmax", form="paired"), "LSoftmaxHead has no multi-label form"),
     "name": (lambda: attach(mlp(), name="fc"), "name='fc' is no module of Sequential; its last linear layers: 0, 2"),
     "no name": (lambda: attach(mlp(), name=()), r"name must name at least one module of Sequential, got \(\)"),
     "other module": (

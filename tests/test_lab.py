@@ -275,7 +275,7 @@ def test_multilabel_comparison_in_every_form(form, tmp_path):
 
 def test_large_margin_is_refused_on_multilabel_data(tmp_path):
     config = Config(data="digits-mosaic", epochs=1, threads=1)
-    with pytest.raises(ValueError, match="L-softmax has no multi-label form"):
+    with pytest.raises(ValueError, match="LSoftmaxHead has no multi-label form"):
         compare.compare(config, ["softmax", "lsoftmax"], 1, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -369,7 +369,7 @@ def test_smoke_numbers_are_never_shown_as_results(tmp_path, capsys, monkeypatch)
         (["compare", "cifar10", "--data", "nowhere"], "cifar10"),
         (["compare", "folder:nowhere"], "nowhere"),
         (["compare", "npz:nowhere.npz"], "nowhere.npz"),
-        (["compare", "digits-mosaic", "--heads", "lsoftmax"], "L-softmax has no multi-label form"),
+        (["compare", "digits-mosaic", "--heads", "lsoftmax"], "LSoftmaxHead has no multi-label form"),
         (["train", "nothing"], "'nothing' is neither a recipe nor a dataset"),
         (["evaluate", "nowhere"], "nowhere is not a finished run"),
         (["reproduce", "table9"], "unknown table 'table9'; tables are table1, table2, table3, table4"),

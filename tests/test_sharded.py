@@ -23,7 +23,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gsoftmax import GSoftmaxHead, SoftmaxHead, checks, gaussians, geometry, param_groups, sharded
+from gsoftmax import GSoftmaxHead, LSoftmaxHead, SoftmaxHead, checks, gaussians, geometry, param_groups, sharded
+from gsoftmax.sharded import ShardedGSoftmaxHead, ShardedSoftmaxHead, checkpoint, collectives, sharded_class
+from gsoftmax.sharded.head import distinct
 
 WORLD = 4
 D = 5
@@ -67,7 +69,8 @@ def heads(env, classes, dtype=torch.float64, cls=GSoftmaxHead, **options):
     """A sharded head and the whole head with the same parameters."""
     shard_options = {k: options.pop(k) for k in ("negatives", "seed", "averaged") if k in options}
     torch.manual_seed(1)
-    head = cls(D, classes, dtype=dtype, shard="class", mesh=env.mesh, **{"averaged": False, **shard_options}, **options)
+    sharded_cls = sharded_class(cls, "class")
+    head = sharded_cls(D, classes, dtype=dtype, mesh=env.mesh, **{"averaged": False, **shard_options}, **options)
     torch.manual_seed(1)
     whole = cls(D, classes, dtype=dtype, impl="plain", **options)
     own = slice(head.shard.start, head.shard.stop)
@@ -279,7 +282,7 @@ def check_half_precision_and_autocast(env):
     for autocast in (False, True):
         dtype = torch.float32 if autocast else torch.bfloat16
         torch.manual_seed(1)
-        head = GSoftmaxHead(D, 31, dtype=dtype, shard="class", mesh=env.mesh, averaged=False)
+        head = ShardedGSoftmaxHead(D, 31, dtype=dtype, mesh=env.mesh, averaged=False)
         torch.manual_seed(1)
         whole = GSoftmaxHead(D, 31, dtype=dtype, impl="plain")
         exact = copy.deepcopy(whole).double()
@@ -573,7 +576,7 @@ def check_fit_gaussians(env):
 def check_initial_gaussians(env):
     for mu, sigma in ((0.5, 2.0), (list(range(7)), torch.linspace(0.5, 3, 7))):
         options = {"mu": mu, "sigma": sigma, "gaussians": "fixed", "dtype": torch.float64}
-        head = GSoftmaxHead(D, 7, shard="class", mesh=env.mesh, **options)
+        head = ShardedGSoftmaxHead(D, 7, mesh=env.mesh, **options)
         whole = GSoftmaxHead(D, 7, **options)
         own = slice(head.shard.start, head.shard.stop)
         for _ in range(2):
@@ -593,7 +596,7 @@ def check_random_state_after_making_a_head(env):
     GSoftmaxHead(D, 7)
     expected = torch.rand(3)
     torch.manual_seed(3)
-    GSoftmaxHead(D, 7, shard="class", mesh=env.mesh)
+    ShardedGSoftmaxHead(D, 7, mesh=env.mesh)
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -870,12 +873,12 @@ def load_on(env, *args):
 
 @contextlib.contextmanager
 def only(env):
-    before = sharded.wire._world
-    sharded.wire._world = lambda: env.group
+    before = collectives.world
+    collectives.world = lambda: env.group
     try:
         yield
     finally:
-        sharded.wire._world = before
+        collectives.world = before
 
 
 @check()
@@ -917,20 +920,20 @@ def check_only_needed_rows_are_read(env):
     head, _, own = heads(env, 31)
     sharded.save(env.folder / "rows", {"head": head})
     read = []
-    whole_read = sharded.checkpoint._Reader.read
+    whole_read = checkpoint.Reader.read
 
     def watched(self, name, rows):
         out = whole_read(self, name, rows)
         read.append((name, rows, out.shape[0]))
         return out
 
-    sharded.checkpoint._Reader.read = watched
+    checkpoint.Reader.read = watched
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             sharded.load(env.folder / "rows", {"head": head})
     finally:
-        sharded.checkpoint._Reader.read = whole_read
+        checkpoint.Reader.read = whole_read
     assert {name for name, _, _ in read} == {f"head/{n}" for n in head.state_dict()}
     assert all(rows == [own.start, own.stop] and n == own.stop - own.start for _, rows, n in read)
 
@@ -957,9 +960,9 @@ def check_damaged_checkpoints_are_refused(env):
 
     other = json.loads(index)
     other["tensors"]["head/weight"]["parts"][0]["rows"][1] -= 1
-    other["sha256"] = sharded.checkpoint._index_sha256(other)
+    other["sha256"] = checkpoint.index_sha256(other)
     outside = json.loads(index.replace(victim.name.encode(), b"../" + victim.name.encode()))
-    outside["sha256"] = sharded.checkpoint._index_sha256(outside)
+    outside["sha256"] = checkpoint.index_sha256(outside)
     cases = [
         (victim, content[:-1], victim.name),
         (victim, b"", victim.name),
@@ -988,10 +991,10 @@ def check_damaged_checkpoints_are_refused(env):
     raises(env, "also has head/bias", lambda: sharded.load(folder, {"head": bare}))
     raises(env, "does not have", lambda: sharded.load(folder, {"body": head}))
     sgd = torch.optim.SGD(head.parameters(), lr=0.1)
-    raises(env, "has no optimiser", lambda: sharded.load(folder, {"head": head}, sgd))
+    raises(env, "has no optimizer", lambda: sharded.load(folder, {"head": head}, sgd))
     raises(
         env,
-        "parameters of the modules alone",
+        "only parameters of the modules",
         lambda: sharded.save(folder, {"head": head}, torch.optim.SGD(more.parameters(), lr=0.1)),
     )
     sharded.save(folder, {"head": head}, sgd)
@@ -1082,24 +1085,28 @@ def check_mistakes_end_on_every_process(env):
     raises(env, "k must lie between", lambda: head.topk(h, 8))
     sampled, _, _ = heads(env, 7, negatives=3)
     raises(env, "class indices with negatives", lambda: sampled.loss(h, torch.ones(2, 7).double() / 7))
-    made = {"shard": "class", "mesh": env.mesh}
     for words, options in {
-        "shard must be 'class'": {"shard": "rows", "mesh": env.mesh},
-        "shard must be 'class', or None": {"mesh": env.mesh},
-        "form=None": {"form": "paired", **made},
-        "negatives must be": {"negatives": 0, **made},
-        "seed must be": {"seed": -1, **made},
-        "sigma must be above": {"sigma": 0.0, **made},
-        "mu must be a number or 7 values": {"mu": [1.0], **made},
-        "gaussians must be one of": {"gaussians": "guessed", **made},
+        "no multi-label form, got form='paired'": {"form": "paired"},
+        "negatives must be a whole number, 1 or more, got 0": {"negatives": 0},
+        "seed must be a whole number, 0 or more, got -1": {"seed": -1},
+        "sigma must be above": {"sigma": 0.0},
+        "sigma must be above sigma_min": {"sigma": [1.0] * 6 + [0.0]},
+        "mu must be a number or 7 values": {"mu": [1.0]},
+        "gaussians must be one of": {"gaussians": "guessed"},
     }.items():
-        raises(env, words, lambda options=options: GSoftmaxHead(D, 7, **options))
-    raises(env, "num_classes must be", lambda: SoftmaxHead(D, 0, **made))
+        raises(env, words, lambda options=options: ShardedGSoftmaxHead(D, 7, mesh=env.mesh, **options))
+    raises(env, "num_classes must be", lambda: ShardedSoftmaxHead(D, 0, mesh=env.mesh))
+    raises(env, "shard must be one of class, got 'rows'", lambda: sharded_class(GSoftmaxHead, "rows"))
+    raises(
+        env,
+        "shard='class' is for SoftmaxHead and GSoftmaxHead, got LSoft",
+        lambda: sharded_class(LSoftmaxHead, "class"),
+    )
     raises(env, "are fitted by the head", lambda: head.gaussians.fit_gaussians([]))
-    raises(env, "target must need no gradient", lambda: head.loss(h, torch.ones(2, 7).double().requires_grad_()))
+    raises(env, "target must not require a gradient", lambda: head.loss(h, torch.ones(2, 7).double().requires_grad_()))
     other = env.world.get(1)  # a mesh of process 0 alone
     if other is not None:
-        assert SoftmaxHead(D, 7, shard="class", mesh=other.mesh).shard.stop == 7
+        assert ShardedSoftmaxHead(D, 7, mesh=other.mesh).shard.stop == 7
     # On a GPU labels are not looked at, so one that no process has must not give a loss that looks right.
     look, checks.check_labels = checks.check_labels, lambda *_: None
     assert torch.isnan(head.loss(h, torch.tensor([0, 7])))
@@ -1159,7 +1166,7 @@ def test_processes(crew, name):
 
 def test_needs_processes():
     with pytest.raises(ValueError, match="init_process_group"):
-        GSoftmaxHead(D, 7, shard="class")
+        ShardedGSoftmaxHead(D, 7)
 
 
 @pytest.mark.parametrize("classes", [1, 3, 7, 10, 31])
@@ -1174,14 +1181,14 @@ def test_split_is_that_of_chunk(classes, processes):
 
 @pytest.mark.parametrize(("below", "wanted"), [(10, 10), (10, 3), (1000, 3), (1000, 240), (10**9, 1000)])
 def test_distinct_draws(below, wanted):
-    drawn = sharded.head._distinct(np.random.default_rng(0), below, wanted)
+    drawn = distinct(np.random.default_rng(0), below, wanted)
     assert len(drawn) == len(set(drawn.tolist())) == wanted and drawn.min() >= 0 and drawn.max() < below
 
 
 def test_distinct_draws_are_uniform():
     counts = np.zeros(20)
     for i in range(4000):
-        counts[sharded.head._distinct(np.random.default_rng(i), 20, 4)] += 1
+        counts[distinct(np.random.default_rng(i), 20, 4)] += 1
     assert abs(counts - 800).max() < 4.5 * math.sqrt(4000 * 0.2 * 0.8)
 
 
@@ -1204,7 +1211,7 @@ def test_checkpoint_without_processes(tmp_path):
         assert optimizer.state[p].keys() == fresh.state[q].keys()
         for key, value in optimizer.state[p].items():
             assert torch.equal(fresh.state[q][key], value)
-    with pytest.raises(ValueError, match="without a slash"):
+    with pytest.raises(ValueError, match="must not contain a slash"):
         sharded.save(tmp_path, {"a/b": net})
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="cannot be written"):

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import backbones, distributed, heads, schedules
+from . import backbones, distributed, heads, schedules, sharded
 from . import data as data_room
 from .config import Config
 from .data import Dataset
@@ -98,15 +98,10 @@ def validate(config: Config, dataset: Dataset) -> None:
 
 
 class Network(nn.Module):
-    """Backbone and head: images or rows in, the loss out.
-
-    build_whole: builds the same head unsharded
-    """
+    """Backbone and head: images or rows in, the loss out."""
 
     backbone: Any
     head: Any
-
-    build_whole: Callable[[], nn.Module]
 
     def __init__(self, backbone: nn.Module, head: nn.Module, feature_scale: float = 1.0) -> None:
         super().__init__()
@@ -122,18 +117,11 @@ class Network(nn.Module):
     @property
     def in_shards(self) -> bool:
         """Whether the head's classes are spread over the processes."""
-        return getattr(self.head, "shard", None) is not None
+        return isinstance(self.head, sharded.ShardedSoftmaxHead)
 
     def whole_head(self) -> Any:
         """An unsharded copy of the head."""
-        if not self.in_shards:
-            return copy.deepcopy(self.head)
-        head = self.build_whole().to(self.head.weight.device)
-        found = self.head.state_dict()
-        head.load_state_dict(
-            {k: v.full_tensor() if distributed.is_sharded(v) else v for k, v in found.items() if k != "draws"}
-        )
-        return head.eval()
+        return self.head.unsharded().eval() if self.in_shards else copy.deepcopy(self.head)
 
 
 def backbone(config: Config, dataset: Dataset) -> Any:
@@ -147,12 +135,10 @@ def backbone(config: Config, dataset: Dataset) -> Any:
         raise ValueError(f"backbone_options of {name}: {first_line(error)}") from None
 
 
-def head(
-    config: Config, dataset: Dataset, features: int, device: torch.device | None = None, whole: bool = False
-) -> nn.Module:
+def head(config: Config, dataset: Dataset, features: int, device: torch.device | None = None) -> nn.Module:
     """The configured head with its initial weights.
 
-    features: numbers in each row of h; whole: build a head with sharded classes unsharded
+    features: numbers in each row of h
     """
     cls, options = heads.find(config.head), dict(config.head_options)
     if dataset.multilabel:
@@ -161,12 +147,12 @@ def head(
         raise ValueError(
             f"form={options['form']!r} is for multi-label data, and {dataset.name} has one label an example"
         )
-    if whole:
-        options = {k: v for k, v in options.items() if k not in ("shard", "mesh", "negatives", "seed", "averaged")}
-    elif options.get("shard") is not None:
+    shard = options.pop("shard", None)
+    if shard is not None:
+        cls = sharded.sharded_class(cls, shard)
         if not (dist.is_available() and dist.is_initialized()):
             raise ValueError(
-                f"head_options.shard={options['shard']} needs processes: torchrun --nproc-per-node K -m gsoftmax train"
+                f"head_options.shard={shard} needs processes: torchrun --nproc-per-node K -m gsoftmax train"
             )
         options |= {"device": device, "averaged": True}  # as DDP and FSDP average the backbone's gradients
     if issubclass(cls, heads.SoftmaxHead):
@@ -182,11 +168,7 @@ def head(
 def network(config: Config, dataset: Dataset, device: torch.device | None = None) -> Network:
     """Backbone and head with their initial weights, each from its own stream of the seed."""
     made = backbone(config, dataset)
-    features = made.num_features
-    built = Network(made, head(config, dataset, features, device), config.feature_scale)
-    # a function, because copies of the network share it: a dataset that the network held would be copied too
-    built.build_whole = lambda: head(config, dataset, features, whole=True)
-    return built
+    return Network(made, head(config, dataset, made.num_features, device), config.feature_scale)
 
 
 def autocast(config: Config, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:

@@ -127,30 +127,34 @@ class HeadInfo:
 
 @cache
 def heads() -> list[HeadInfo]:
-    """The heads of `gsoftmax.heads.HEADS`, read from the source without running it.
+    """The heads of `gsoftmax.heads.HEADS`, read from the source without importing it.
 
     >>> [head.name for head in heads()]
     ['softmax', 'lsoftmax', 'gsoftmax']
     >>> heads()[1].options["margin"]
     '2'
     """
-    assigned = [node for node in _parse("__init__").body if isinstance(node, ast.AnnAssign)]
+    assigned = [node for node in _parse("heads", "__init__").body if isinstance(node, ast.AnnAssign)]
     registry = next(node.value for node in assigned if ast.unparse(node.target) == "HEADS")
     assert isinstance(registry, ast.Dict)
-    pairs = zip(registry.keys, registry.values, strict=True)
-    return [_head(ast.literal_eval(key), ast.unparse(cls)) for key, cls in pairs if key is not None]
+    split = {node.name: node for node in _parse("sharded", "head").body if isinstance(node, ast.ClassDef)}
+    found = []
+    for key, value in zip(map(ast.literal_eval, filter(None, registry.keys)), registry.values, strict=True):
+        name = ast.unparse(value)
+        cls = next(n for n in _parse("heads", key).body if isinstance(n, ast.ClassDef) and n.name == name)
+        options = _options(cls)
+        if f"Sharded{name}" in split:
+            options |= {"shard": "None"} | _options(split["ShardedSoftmaxHead"])
+        found.append(HeadInfo(key, (ast.get_docstring(cls) or "").partition("\n")[0], options))
+    return found
 
 
-def _parse(module: str) -> ast.Module:
-    return ast.parse(resources.files(__package__).joinpath("heads", f"{module}.py").read_text("utf-8"))
+def _parse(folder: str, module: str) -> ast.Module:
+    return ast.parse(resources.files(__package__).joinpath(folder, f"{module}.py").read_text("utf-8"))
 
 
-def _head(name: str, cls: str) -> HeadInfo:
-    node = next(node for node in _parse(name).body if isinstance(node, ast.ClassDef) and node.name == cls)
-    args = next(f.args for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__init__")
-    options = {
-        arg.arg: ast.unparse(default)
-        for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True)
-        if default is not None and arg.arg not in ("device", "dtype")
-    }
-    return HeadInfo(name, (ast.get_docstring(node) or "").partition("\n")[0], options)
+def _options(cls: ast.ClassDef) -> dict[str, str]:
+    """Keyword options of a class and their defaults."""
+    args = next(f.args for f in cls.body if isinstance(f, ast.FunctionDef) and f.name == "__init__")
+    pairs = zip(args.kwonlyargs, args.kw_defaults, strict=True)
+    return {a.arg: ast.unparse(d) for a, d in pairs if d is not None and a.arg not in ("device", "dtype", "mesh")}

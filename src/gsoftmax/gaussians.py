@@ -140,14 +140,16 @@ class GaussianLogits(nn.Module):
             dist.all_gather(parts, torch.stack(total))
             total = functools.reduce(equations.merge_moments, (tuple(part) for part in parts))
         count, mean, m2 = total
-        n = int(count[0])
+        self.write(mean, self.fitted_sigma(int(count[0]), mean, m2))
+        return self
+
+    def fitted_sigma(self, n: int, mean: Tensor, m2: Tensor) -> Tensor:
+        """The standard deviation of n examples with this mean and sum of squared deviations, or an error."""
         if n < 2:
             raise ValueError(f"batches must hold at least two examples to fit Gaussians to, got {n}")
         if not bool(torch.isfinite(mean).all() and torch.isfinite(m2).all()):
             raise ValueError("batches must hold finite outputs to fit Gaussians to, got NaN or infinity")
-        low = self.sigma_min * (1 + 1e-6) if self.sigma_min else 1e-6
-        self.set_gaussians(mean, (m2 / n).sqrt().clamp_min(low))
-        return self
+        return (m2 / n).sqrt().clamp_min(self.sigma_min * (1 + 1e-6) if self.sigma_min else 1e-6)
 
     @torch.no_grad()
     def track(self, x: Tensor, keep: Tensor | None = None) -> None:

@@ -13,12 +13,16 @@ from .softmax import SoftmaxHead
 
 
 class LSoftmaxHead(SoftmaxHead):
-    """L-softmax (Liu et al. 2016): no bias, and while training the true class must win by a multiple of its angle.
+    """L-softmax (Liu et al. 2016): no bias, and in training the margin multiplies the angle of the true class.
 
-    The margin comes in slowly, because switched on at once it kills the network: its weight 1 / (1 + A) in
-    `large_margin_logits` grows geometrically from 1 / (1 + anneal_start) to 1 / (1 + anneal_end) over the first
-    `anneal_steps` training steps, which are counted in the module and saved with it.  In evaluation mode and without a
-    target there is no margin.
+    The margin is annealed, because training collapses if it is applied in full from the first step: its weight
+    1 / (1 + A) in `large_margin_logits` grows geometrically over the first training steps, which are counted in the
+    module and saved with it.  There is no margin in evaluation mode, and none without a target.
+
+    in_features, num_classes, impl, h and target as in `SoftmaxHead`; it has no multi-label form
+    margin: 1 (no margin), 2, 3 or 4
+    anneal_start, anneal_end, anneal_steps: A at the first step, at the last one, and the number of steps between
+    ignore_index: the target of rows without a margin
 
     >>> head = LSoftmaxHead(16, 10, margin=2)
     >>> h, target = torch.randn(4, 16), torch.tensor([1, 2, 3, 4])
@@ -46,11 +50,6 @@ class LSoftmaxHead(SoftmaxHead):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if form is not None:
-            raise ValueError(
-                f"L-softmax has no multi-label form (got form={form!r}): its margin is put on the output of the one "
-                "true class, and a label that is present or absent by itself has none"
-            )
         if margin not in (1, 2, 3, 4) or isinstance(margin, bool):
             raise ValueError(f"margin must be 1, 2, 3 or 4, got {margin!r}")
         for name, v in (("anneal_start", anneal_start), ("anneal_end", anneal_end)):
@@ -58,7 +57,7 @@ class LSoftmaxHead(SoftmaxHead):
                 raise ValueError(f"{name} must be 0 or more and finite, got {v!r}")
         if anneal_steps < 1:
             raise ValueError(f"anneal_steps must be 1 or more, got {anneal_steps!r}")
-        super().__init__(in_features, num_classes, bias=False, impl=impl, device=device, dtype=dtype)
+        super().__init__(in_features, num_classes, bias=False, form=form, impl=impl, device=device, dtype=dtype)
         self.margin = margin
         self.anneal_start = anneal_start
         self.anneal_end = anneal_end
@@ -68,7 +67,7 @@ class LSoftmaxHead(SoftmaxHead):
 
     @classmethod
     def defaults(cls, steps: int) -> dict[str, Any]:
-        """The margin is fully on after nine tenths of the training."""
+        """The full margin is reached after nine tenths of the training."""
         return {"anneal_steps": max(1, round(0.9 * steps))}
 
     def reset_state(self) -> None:
@@ -95,22 +94,7 @@ class LSoftmaxHead(SoftmaxHead):
             self.steps += 1
         return z.view(*shape, self.num_classes)
 
-    def loss(  # type: ignore[override]  # the options spelled out
-        self,
-        h: Tensor,
-        target: Tensor,
-        *,
-        class_weight: Tensor | None = None,
-        ignore_index: int = -100,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-    ) -> Tensor:
-        options: dict[str, Any] = {
-            "class_weight": class_weight,
-            "ignore_index": ignore_index,
-            "reduction": reduction,
-            "label_smoothing": label_smoothing,
-        }
+    def loss(self, h: Tensor, target: Tensor, **options: Any) -> Tensor:
         if not self.training:
             return super().loss(h, target, **options)
         loss = functional.large_margin_cross_entropy(

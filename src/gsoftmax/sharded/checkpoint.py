@@ -1,4 +1,14 @@
-"""Checkpoints of class-sharded heads: a file a process, read by any number of processes; nothing in them is code."""
+"""Checkpoints of sharded heads: one file per process, readable with any number of processes; no pickles.
+
+A checkpoint is a folder: one file of rows from every process, and an index, which is written last.
+
+    shard-000001-00000-of-00003.safetensors  ...  index.json
+
+The index holds the SHA-256 and length of every file; the dtype and shape of every tensor, and which of its rows are in
+which file; the optimizer's groups; and a SHA-256 of itself.  A new checkpoint in the same folder gets the next number,
+and old files are removed only after the new index has replaced the old one: whenever a process is stopped, the index
+names files that are complete.
+"""
 
 from __future__ import annotations
 
@@ -7,45 +17,41 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import wire
-from .head import _joined
-from .wire import _exchange, _rank, _size, split
-
-#
-# A checkpoint is a folder: one file of rows from every process and an index, written last.
-#
-#     shard-000001-00000-of-00003.safetensors  ...  index.json
-#
-# The index has the SHA-256 and length of every file; of every tensor its dtype, its whole shape and which rows lie
-# in which file; the optimiser's groups; and a SHA-256 of itself.  A new checkpoint in the same folder gets the next
-# number, and the old files go only when its index stands in the place of the old one: whenever a process is stopped,
-# the index that is there names files that are whole.  Nothing in it can run code.
+from .. import files
+from ..messages import first_line
+from . import collectives
+from .collectives import exchange, rank, size
+from .shard import join, split
 
 INDEX = "index.json"
 _FILE = re.compile(r"shard-(\d{6,})-\d{5,}-of-\d{5,}\.safetensors")
 _FORMAT = "gsoftmax sharded checkpoint 1"
 
+Modules = Mapping[str, nn.Module]
+Optimizer = torch.optim.Optimizer
+
 
 def save(
     folder: str | os.PathLike[str],
-    modules: Mapping[str, nn.Module],
-    optimizer: torch.optim.Optimizer | None = None,
+    modules: Modules,
+    optimizer: Optimizer | None = None,
     *,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write modules, sharded or not, and the optimiser's state into a folder; call it on every process.
+    """Write modules, sharded or not, and the optimizer's state into a folder; a collective call.
 
-    modules: by name, such as {"backbone": backbone, "head": head}.  Every process writes the rows that it alone has,
-    process 0 also what is the same everywhere.  extra: whatever else JSON can hold, taken from process 0.  If one
-    process can't write, all raise OSError and the checkpoint that was there stays.
+    Every process writes its shards, process 0 also what is the same everywhere.  If one process cannot write, all
+    raise OSError and the previous checkpoint is kept.
+
+    folder: created if missing; modules: by name, such as {"backbone": backbone, "head": head}
+    optimizer: of parameters of these modules; extra: anything that JSON can hold, taken from process 0
 
     >>> import tempfile
     >>> from gsoftmax import GSoftmaxHead
@@ -57,225 +63,200 @@ def save(
     >>> torch.equal(head.weight, other.weight)
     True
     """
-    from safetensors.torch import save_file
-
-    folder, group = Path(folder), wire._world()
-    rank, size = _rank(group), _size(group)
+    folder, group = Path(folder), collectives.world()
     tensors, described = _collect(modules, optimizer)
-    for name, tensor in tensors.items():
-        _place(tensor, name)  # what can't be saved must show before anything is written
-    device = _wire_device(group, tensors)
+    places = {name: _place(tensor, name) for name, tensor in tensors.items()}  # validate before writing anything
     json.dumps(extra)
-    done: dict[str, Any] = {"parts": {}}
-    partial, path = None, None
-    try:
+    device = next(iter(tensors.values())).device
+
+    def on_all(path: Path, work: Callable[[], Any]) -> list[Any]:
+        """The results of all processes, or the error of one of them on all."""
+        try:
+            answer = {"result": work()}
+        except OSError as error:
+            reason = f"{path} cannot be written: {error.strerror}"
+            answer = {"error": str(error) if error.strerror is None else reason}
+        answers = exchange(answer, group, device)
+        failed = [one["error"] for one in answers if "error" in one]
+        if failed:
+            raise OSError(failed[0])
+        return [one["result"] for one in answers]
+
+    def last_number() -> int:
         folder.mkdir(parents=True, exist_ok=True)
-        numbers = [int(m[1]) for m in map(_FILE.fullmatch, os.listdir(folder)) if m]
-    except OSError as error:
-        numbers, done["error"] = [], f"{folder} cannot be written: {error.strerror}"
-    number = 1 + max(max(seen) for seen in _exchange([0, *numbers], group, device))
+        return max([0, *(int(m[1]) for m in map(_FILE.fullmatch, os.listdir(folder)) if m)])
+
+    number = 1 + max(on_all(folder, last_number))
+    path = folder / f"shard-{number:06d}-{rank(group):05d}-of-{size(group):05d}.safetensors"
     try:
-        if "error" not in done:
-            mine: dict[str, Tensor] = {}
-            memory: set[int] = set()
-            for name, tensor in tensors.items():
-                local, rows = _part(tensor, rank, name)
-                if local is None:
-                    continue
-                local = local.detach().cpu().contiguous()
-                if local.untyped_storage().data_ptr() in memory:
-                    local = local.clone()  # tied parameters: the format wants every tensor on its own
-                memory.add(local.untyped_storage().data_ptr())
-                mine[name] = local
-                done["parts"][name] = [str(local.dtype).removeprefix("torch."), list(tensor.shape), rows]
-            path = folder / f"shard-{number:06d}-{rank:05d}-of-{size:05d}.safetensors"
-            partial = path.with_name(path.name + ".partial")
-            save_file(mine, partial)
-            _to_disk(partial)
-            done |= {"file": path.name, "sha256": _sha256(partial), "bytes": partial.stat().st_size}
-            os.replace(partial, path)
-    except Exception as error:  # safetensors has its own words for a full disk
-        done["error"] = f"{path} cannot be written: {str(error).splitlines()[0]}"
-    everybody = _exchange(done, group, device)
-    failed = next((one["error"] for one in everybody if "error" in one), None)
-    if failed is None:
-        failed = _exchange(_write_index(folder, everybody, described, extra) if rank == 0 else None, group, device)[0]
-    if failed is not None:
-        for leftover in (partial, path):
-            if leftover is not None:
-                leftover.unlink(missing_ok=True)
-        raise OSError(failed)
+        shards = on_all(path, lambda: _write_shard(path, tensors, places, rank(group) == 0))
+        index = {
+            "format": _FORMAT,
+            "files": {one["file"]: {"sha256": one["sha256"], "bytes": one["bytes"]} for one in shards},
+            "tensors": _table_of_contents(shards),
+            "optimizer": described,
+            "extra": None if extra is None else dict(extra),
+        }
+        index["sha256"] = index_sha256(index)
+        on_all(folder / INDEX, lambda: _write_index(folder, index) if rank(group) == 0 else None)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
 
 
-def _write_index(
-    folder: Path, everybody: list[dict[str, Any]], optimizer: Any, extra: Mapping[str, Any] | None
-) -> str | None:
-    """Puts the new index in the place of the old and removes what only the old one named; returns what went wrong."""
-    index = {
-        "format": _FORMAT,
-        "files": {one["file"]: {"sha256": one["sha256"], "bytes": one["bytes"]} for one in everybody},
-        "tensors": _table_of_contents(everybody),
-        "optimizer": optimizer,
-        "extra": None if extra is None else dict(extra),
-    }
-    index["sha256"] = _index_sha256(index)
-    partial = folder / (INDEX + ".partial")
-    try:
-        partial.write_text(json.dumps(index, indent=1))
-        _to_disk(partial)
-        os.replace(partial, folder / INDEX)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        return f"{folder / INDEX} cannot be written: {error.strerror}"
-    for name in os.listdir(folder):
-        if _FILE.fullmatch(name.removesuffix(".partial")) and name not in index["files"]:
-            with contextlib.suppress(OSError):
-                (folder / name).unlink()
-    return None
+def load(folder: str | os.PathLike[str], modules: Modules, optimizer: Optimizer | None = None) -> dict[str, Any] | None:
+    """Read what `save` wrote into modules and optimizer, with any number of processes, and return its `extra`.
 
+    Every process reads the rows it needs, sharded or not (each file's checksum is computed once, by one process).  A
+    damaged, truncated or missing file, or other names or shapes than those of the modules, is a ValueError that names
+    it, and nothing is changed.
 
-def load(
-    folder: str | os.PathLike[str],
-    modules: Mapping[str, nn.Module],
-    optimizer: torch.optim.Optimizer | None = None,
-) -> dict[str, Any] | None:
-    """Read what `save` wrote into modules and optimiser, on any number of processes, and return its `extra`.
-
-    Sharded or not, in the checkpoint or here: every process reads the rows it needs, and nothing else (but each file's
-    checksum is taken once, by one of the processes).  A damaged, truncated or missing file, or other names or shapes
-    than the modules have, is a ValueError that names it, and then nothing has been changed.
+    folder, modules, optimizer: as in `save`
     """
-    folder, group = Path(folder), wire._world()
-    state = {f"{key}/{name}": t for key, module in modules.items() for name, t in _state(module, key).items()}
-    device = _wire_device(group, state)
+    folder, group = Path(folder), collectives.world()
+    state = _state(modules)
     index, error = {}, None
     try:
         index = _read_index(folder)
-        _check_files(folder, index, _rank(group), _size(group))
-        _check_contents(folder, index, state, modules, optimizer)
+        _check_files(folder, index, rank(group), size(group))
+        _check_contents(folder, index, state, modules)
+        if optimizer is not None:
+            _check_optimizer(folder, index["optimizer"], modules, optimizer)
     except ValueError as found:
         error = found
-    told = [text for text in _exchange(None if error is None else str(error), group, device) if text is not None]
-    if told:
-        raise error or ValueError(told[0])
-    reader = _Reader(folder, index["tensors"])
+    device = next(iter(state.values())).device
+    failed = [text for text in exchange(None if error is None else str(error), group, device) if text is not None]
+    if failed:
+        raise error or ValueError(failed[0])
+    reader = Reader(folder, index["tensors"])
     with torch.no_grad():
         for name, tensor in state.items():
-            local, rows = _place(tensor)
-            local.copy_(reader.read(name, rows))
+            part, rows = _place(tensor)
+            part.copy_(reader.read(name, rows))
     if optimizer is not None:
         _load_optimizer(optimizer, modules, index["optimizer"], reader)
     return index["extra"]
 
 
-def _wire_device(group: Any, tensors: Mapping[str, Tensor]) -> torch.device:
-    if group is None or "cpu:" in dist.get_backend_config(group):
-        return torch.device("cpu")
-    return next(iter(tensors.values())).device
+# -------------------------------------------------------------------------------------------- what is in a checkpoint
 
 
-def _state(module: nn.Module, key: str) -> dict[str, Tensor]:
-    if "/" in key:
-        raise ValueError(f"names of modules must be without a slash, got {key!r}")
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        module = module.module
-    state = module.state_dict()
-    for name, value in state.items():
+def _unwrapped(modules: Modules) -> dict[str, nn.Module]:
+    if any("/" in key for key in modules):
+        raise ValueError(f"names of modules must not contain a slash, got {', '.join(map(repr, modules))}")
+    wrapper = nn.parallel.DistributedDataParallel
+    return {key: module.module if isinstance(module, wrapper) else module for key, module in modules.items()}
+
+
+def _state(modules: Modules) -> dict[str, Tensor]:
+    found = {f"{key}/{name}": v for key, m in _unwrapped(modules).items() for name, v in m.state_dict().items()}
+    for name, value in found.items():
         if not isinstance(value, Tensor):
-            raise ValueError(f"{key}/{name} must be a tensor to go into a checkpoint, got {type(value).__name__}")
-    return state
+            raise ValueError(f"{name} must be a tensor to be saved in a checkpoint, got {type(value).__name__}")
+    return found
 
 
-def _names(modules: Mapping[str, nn.Module]) -> dict[int, str]:
+def _names(modules: Modules) -> dict[int, str]:
     """The name of every parameter, by its id."""
     found: dict[int, str] = {}
-    for key, module in modules.items():
-        inner = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
-        for name, parameter in inner.named_parameters():
+    for key, module in _unwrapped(modules).items():
+        for name, parameter in module.named_parameters():
             found.setdefault(id(parameter), f"{key}/{name}")
     return found
 
 
-def _collect(
-    modules: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer | None
-) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-    """All tensors by name, and the optimiser's groups and numbers as JSON."""
-    tensors = {f"{key}/{name}": t for key, module in modules.items() for name, t in _state(module, key).items()}
+def _collect(modules: Modules, optimizer: Optimizer | None) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+    """All tensors by name, and the optimizer's groups and numbers as JSON."""
+    tensors = _state(modules)
     if optimizer is None:
         return tensors, None
     names = _names(modules)
-    groups, numbers = [], {}
+    groups: list[Any] = []
+    numbers: dict[str, Any] = {}
     for group in optimizer.param_groups:
         unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
         if unknown:
-            raise ValueError(f"optimizer must hold parameters of the modules alone, got another of shape {unknown[0]}")
+            raise ValueError(f"optimizer must hold only parameters of the modules, got another of shape {unknown[0]}")
         plain = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
         groups.append({"params": [names[id(p)] for p in group["params"]], **plain})
         for p in group["params"]:
-            name, of_parameter = names[id(p)], {}
+            name = names[id(p)]
+            numbers[name] = {}
             for key, value in optimizer.state.get(p, {}).items():
                 if isinstance(value, Tensor):
                     tensors[f"optimizer:{key}:{name}"] = value
-                    of_parameter[key] = {"tensor": f"optimizer:{key}:{name}"}
+                    numbers[name][key] = {"tensor": f"optimizer:{key}:{name}"}
                 else:
-                    of_parameter[key] = {"value": value}
-            numbers[name] = of_parameter
+                    numbers[name][key] = {"value": value}
     described = {"class": type(optimizer).__name__, "groups": groups, "state": numbers}
     return tensors, json.loads(json.dumps(described))
 
 
-def _part(tensor: Any, rank: int, name: str) -> tuple[Tensor | None, list[int] | None]:
-    """What of a tensor this process writes, and which rows that is; None for a tensor that is written whole."""
-    if not hasattr(tensor, "placements"):
-        return (tensor if rank == 0 else None), None
-    local, rows = _place(tensor, name)
-    if rows is None:
-        return (local if rank == 0 else None), None
-    return (local if rows[0] < rows[1] else None), rows
-
-
 def _place(tensor: Any, name: str = "") -> tuple[Tensor, list[int] | None]:
-    """The local memory of a tensor and which rows of the whole it is; None for all of it."""
+    """The local part of a tensor and which rows of the whole it is; None for all of it."""
     if not hasattr(tensor, "placements"):
         return tensor, None
     if all(p.is_replicate() for p in tensor.placements):
         return tensor.to_local(), None
-    if tensor.device_mesh.ndim != 1 or not tensor.placements[0].is_shard(0):
+    mesh = tensor.device_mesh
+    if mesh.ndim != 1 or not tensor.placements[0].is_shard(0):
         raise ValueError(f"{name} must be sharded by rows on a 1-D mesh, got {tensor.placements}")
-    rank = tensor.device_mesh.get_local_rank()
     with torch.no_grad():
-        return tensor.to_local(), list(split(tensor.shape[0], tensor.device_mesh.size(), rank))
+        return tensor.to_local(), list(split(tensor.shape[0], mesh.size(), mesh.get_local_rank()))
 
 
-def _table_of_contents(everybody: list[dict[str, Any]]) -> dict[str, Any]:
+# ------------------------------------------------------------------------------------------------------------ writing
+
+
+def _write_shard(path: Path, tensors: Mapping[str, Tensor], places: Mapping[str, Any], first: bool) -> dict[str, Any]:
+    """Write the local rows, on the first process also unsharded tensors; name, checksum, length and contents."""
+    from safetensors.torch import save_file
+
+    mine: dict[str, Tensor] = {}
     contents: dict[str, Any] = {}
-    for one in everybody:
+    memory: set[int] = set()
+    for name, (part, rows) in places.items():
+        if not (first if rows is None else rows[0] < rows[1]):
+            continue
+        part = part.detach().cpu().contiguous()
+        if part.untyped_storage().data_ptr() in memory:
+            part = part.clone()  # tied parameters: the format stores every tensor separately
+        memory.add(part.untyped_storage().data_ptr())
+        mine[name] = part
+        contents[name] = [str(part.dtype).removeprefix("torch."), list(tensors[name].shape), rows]
+    with files.atomic_file(path) as partial:
+        save_file(mine, partial)
+    return {"parts": contents, "file": path.name, "sha256": files.sha256(path), "bytes": path.stat().st_size}
+
+
+def _table_of_contents(shards: list[dict[str, Any]]) -> dict[str, Any]:
+    contents: dict[str, Any] = {}
+    for one in shards:
         for name, (dtype, shape, rows) in one["parts"].items():
             entry = contents.setdefault(name, {"dtype": dtype, "shape": shape, "parts": []})
             rows = rows or [0, shape[0] if shape else 1]
-            if all(part["rows"] != rows for part in entry["parts"]):  # replicas of a shard write the same
+            if all(part["rows"] != rows for part in entry["parts"]):  # replicas write the same shard
                 entry["parts"].append({"file": one["file"], "rows": rows})
     for entry in contents.values():
         entry["parts"].sort(key=lambda part: part["rows"])
     return contents
 
 
-def _index_sha256(index: Mapping[str, Any]) -> str:
+def index_sha256(index: Mapping[str, Any]) -> str:
     rest = {key: value for key, value in index.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
+def _write_index(folder: Path, index: Mapping[str, Any]) -> None:
+    """Replace the index and remove the files that only the old one names."""
+    files.atomic_write(folder / INDEX, json.dumps(index, indent=1))
+    for name in os.listdir(folder):
+        if _FILE.fullmatch(name.removesuffix(".partial")) and name not in index["files"]:
+            with contextlib.suppress(OSError):
+                (folder / name).unlink()
 
 
-def _to_disk(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
+# ------------------------------------------------------------------------------------------------------------ reading
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
@@ -285,74 +266,64 @@ def _read_index(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ValueError(f"{folder} holds no checkpoint: it has no {INDEX}") from None
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"{path} cannot be read: {first_line(error)}") from None
     if not isinstance(index, dict) or index.get("format") != _FORMAT:
         seen = index.get("format") if isinstance(index, dict) else type(index).__name__
         raise ValueError(f"{path} must be an index of format {_FORMAT!r}, got {seen!r:.60}")
-    if index.get("sha256") != _index_sha256(index):
+    if index.get("sha256") != index_sha256(index):
         raise ValueError(f"{path} is damaged: its checksum does not match")
     return index
 
 
 def _check_files(folder: Path, index: Mapping[str, Any], rank: int, size: int) -> None:
-    """Every file has its length, and those that fall to this process their checksum."""
+    """Check the length of every file, and the checksums of this process's share of them."""
     for i, (name, known) in enumerate(sorted(index["files"].items())):
         path = folder / name
         if not _FILE.fullmatch(name):
-            raise ValueError(f"{folder / INDEX} names {name!r}, which is no file of a checkpoint")
+            raise ValueError(f"{folder / INDEX} names {name!r}, which is not a file of a checkpoint")
         if not path.is_file():
             raise ValueError(f"{path} is missing")
         if path.stat().st_size != known["bytes"]:
             raise ValueError(f"{path} is damaged: it has {path.stat().st_size} bytes, not {known['bytes']}")
-        if i % size == rank and _sha256(path) != known["sha256"]:
+        if i % size == rank and files.sha256(path) != known["sha256"]:
             raise ValueError(f"{path} is damaged: its checksum does not match")
 
 
-def _check_contents(
-    folder: Path,
-    index: Mapping[str, Any],
-    state: Mapping[str, Tensor],
-    modules: Mapping[str, nn.Module],
-    optimizer: torch.optim.Optimizer | None,
-) -> None:
-    """The checkpoint has what the modules and the optimiser have, by name and shape, and every row of it."""
+def _check_contents(folder: Path, index: Mapping[str, Any], state: Mapping[str, Tensor], modules: Modules) -> None:
+    """Check that the checkpoint has the tensors of the modules, by name and shape, with all their rows."""
     contents = index["tensors"]
-    keys = tuple(f"{key}/" for key in modules)
-    saved = {name for name in contents if name.startswith(keys)}
+    saved = {name for name in contents if name.startswith(tuple(f"{key}/" for key in modules))}
     for what, names in (("does not have", set(state) - saved), ("also has", saved - set(state))):
         if names:
             raise ValueError(f"the checkpoint in {folder} {what} {', '.join(sorted(names))}")
     for name, tensor in state.items():
-        if list(tensor.shape) != contents[name]["shape"]:
-            seen = tuple(contents[name]["shape"])
+        seen = tuple(contents[name]["shape"])
+        if tuple(tensor.shape) != seen:
             raise ValueError(f"{name} must have shape {tuple(tensor.shape)}, got {seen} in {folder}")
         _place(tensor, name)
     for name, entry in contents.items():
-        end = 0
-        for part in entry["parts"]:
+        end, total = 0, entry["shape"][0] if entry["shape"] else 1
+        for part in (*entry["parts"], {"rows": [total, total], "file": next(iter(index["files"]))}):
             first, last = part["rows"]
             if first != end or last < first or part["file"] not in index["files"]:
-                raise ValueError(f"{folder / INDEX} does not say where rows {end} and on of {name} are")
+                raise ValueError(f"{folder / INDEX} lacks rows from {end} of {name}")
             end = last
-        if end != (entry["shape"][0] if entry["shape"] else 1):
-            raise ValueError(f"{folder / INDEX} does not say where rows {end} and on of {name} are")
-    if optimizer is None:
-        return
-    if index["optimizer"] is None:
-        raise ValueError(f"the checkpoint in {folder} has no optimiser")
-    if index["optimizer"]["class"] != type(optimizer).__name__:
-        raise ValueError(
-            f"optimizer must be {index['optimizer']['class']} as in {folder}, got {type(optimizer).__name__}"
-        )
+
+
+def _check_optimizer(folder: Path, saved: Mapping[str, Any] | None, modules: Modules, optimizer: Optimizer) -> None:
+    if saved is None:
+        raise ValueError(f"the checkpoint in {folder} has no optimizer")
+    if saved["class"] != type(optimizer).__name__:
+        raise ValueError(f"optimizer must be {saved['class']} as in {folder}, got {type(optimizer).__name__}")
     known = _names(modules)
     here = [[known.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
-    there = [group["params"] for group in index["optimizer"]["groups"]]
+    there = [group["params"] for group in saved["groups"]]
     if here != there:
         different = next((a, b) for a, b in [*zip(here, there, strict=False), (here, there)] if a != b)
         raise ValueError(f"optimizer must hold parameters as in {folder}, {different[1]}, got {different[0]}")
 
 
-class _Reader:
+class Reader:
     """Rows of tensors from the files of a checkpoint."""
 
     def __init__(self, folder: Path, contents: Mapping[str, Any]) -> None:
@@ -360,42 +331,38 @@ class _Reader:
         self.open: dict[str, Any] = {}
 
     def read(self, name: str, rows: list[int] | None) -> Tensor:
-        from safetensors import SafetensorError, safe_open
-
         entry = self.contents[name]
         first, last = rows or (0, entry["shape"][0] if entry["shape"] else 1)
         found = []
         for part in entry["parts"]:
-            a, b = max(first, part["rows"][0]), min(last, part["rows"][1])
-            if a >= b and last > first:
-                continue
-            try:
-                if part["file"] not in self.open:
-                    self.open[part["file"]] = safe_open(self.folder / part["file"], framework="pt")
-                file = self.open[part["file"]]
-                if not entry["shape"]:
-                    return file.get_tensor(name)
-                offset = part["rows"][0]
-                found.append(file.get_slice(name)[a - offset : max(a, b) - offset])
-            except (SafetensorError, OSError) as error:
-                raise ValueError(f"{self.folder / part['file']} is damaged: {str(error).splitlines()[0]}") from None
-            if last == first:
-                break
-        if first >= last:
+            start, stop = part["rows"]
+            a, b = max(first, start), min(last, stop)
+            if a < b:
+                found.append(self._slice(part["file"], name, slice(a - start, b - start) if entry["shape"] else None))
+        if not found:
             return torch.empty(0, *entry["shape"][1:], dtype=getattr(torch, entry["dtype"]))
         return found[0] if len(found) == 1 else torch.cat(found)
 
+    def _slice(self, file: str, name: str, rows: slice | None) -> Tensor:
+        from safetensors import SafetensorError, safe_open
 
-def _load_optimizer(
-    optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.Module], saved: Mapping[str, Any], reader: _Reader
-) -> None:
+        try:
+            if file not in self.open:
+                self.open[file] = safe_open(self.folder / file, framework="pt")
+            opened = self.open[file]
+            return opened.get_tensor(name) if rows is None else opened.get_slice(name)[rows]
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{self.folder / file} is damaged: {first_line(error)}") from None
+
+
+def _load_optimizer(optimizer: Optimizer, modules: Modules, saved: Mapping[str, Any], reader: Reader) -> None:
     names = _names(modules)
     state: dict[int, dict[str, Any]] = {}
     position = 0
     groups = []
     for group, kept in zip(optimizer.param_groups, saved["groups"], strict=True):
         params = list(range(position, position + len(group["params"])))
-        # JSON has no tuples: betas and the like come back as what they are in the optimiser
+        # JSON has no tuples: betas and the like get the type that they have in the optimizer
         values = {k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in kept.items() if k != "params"}
         groups.append({"params": params, **values})
         for at, p in zip(params, group["params"], strict=True):
@@ -404,10 +371,10 @@ def _load_optimizer(
                     state.setdefault(at, {})[key] = value["value"]
                     continue
                 shape = reader.contents[value["tensor"]]["shape"]
-                _, rows = _place(p) if shape == list(p.shape) else (None, None)
-                read = reader.read(value["tensor"], rows).to(p.device if shape else "cpu")
-                if hasattr(p, "placements") and shape == list(p.shape):
-                    read = _joined(read, p.device_mesh, p.placements[0], p.shape)
+                alike = shape == list(p.shape)
+                read = reader.read(value["tensor"], _place(p)[1] if alike else None).to(p.device if shape else "cpu")
+                if hasattr(p, "placements") and alike:
+                    read = join(read, p.device_mesh, 0, p.shape)
                 state.setdefault(at, {})[key] = read
         position += len(params)
     optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -1,10 +1,9 @@
-"""The classes of one process: parameters, outputs, and the loss over all processes' classes."""
+"""Heads with sharded classes: parameters, outputs, and the loss over the classes of all processes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,435 +11,271 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .. import checks, equations
-from ..equations import merge_moments
-from ..gaussians import GaussianLogits, per_class
-from . import wire
-from .loss import _column_tiles, _CrossEntropy, _GatherRows, _linear, _Plan, _prepared, _tiles, _top
-from .wire import _agree, _all_reduce, _all_to_all, _gather_rows, _rounds, _size, split
+from ..checks import Options
+from ..gaussians import GaussianLogits, first_items, per_class
+from ..heads import GSoftmaxHead, SoftmaxHead
+from . import collectives
+from .collectives import agree, all_reduce, all_to_all, gather_rows, rounds
+from .loss import Call, CrossEntropy, GatherRows, Parameters, Sample, Targets, column_tiles, row_maximum, tiles
+from .shard import ClassShard, local, split
 
 # On a GPU random numbers depend on how many are drawn at once: a weight of up to this many elements is drawn whole.
 DRAWN_WHOLE = 1 << 28
 
 
-def set_up(
-    head: Any,
-    shard: str | None,
-    mesh: Any,
-    negatives: int | None,
-    seed: int,
-    averaged: bool,
-    bias: bool,
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
-) -> None:
-    """Gives a head that is being made its `shard` and its parameters; called by the heads."""
-    if shard != "class":
-        raise ValueError(f"shard must be 'class', or None without mesh and negatives, got {shard!r}")
-    if head.form is not None:
-        raise ValueError(f"shard='class' is for one label an example (form=None), got form={head.form!r}")
-    classes = head.num_classes
-    if isinstance(classes, bool) or not isinstance(classes, int) or classes < 1:
-        raise ValueError(f"num_classes must be a positive integer, got {classes!r}")
-    if mesh is None and wire._world() is None:
-        raise ValueError("shard='class' needs processes: call torch.distributed.init_process_group first")
-    where = torch.empty(0, device=device).device
-    if where.type == "meta":  # what `attach` tries a head's options on
-        raise ValueError("shard='class' needs a device to hold parameters, got 'meta': make the head, don't attach it")
-    if mesh is None:
-        from torch.distributed.device_mesh import init_device_mesh
+class ShardedSoftmaxHead(SoftmaxHead):
+    """`SoftmaxHead` with its classes split over processes; see `gsoftmax.sharded`.
 
-        mesh = init_device_mesh(where.type, (_size(wire._world()),))
-    if mesh.ndim != 1:
-        raise ValueError(f"mesh must have one dimension, got {mesh.ndim}")
-    if mesh.get_coordinate() is None:
-        raise ValueError(f"mesh must have this process in it, got processes {mesh.mesh.tolist()}")
-    processes = mesh.size()
-    if negatives is not None and (isinstance(negatives, bool) or not isinstance(negatives, int) or negatives < 1):
-        raise ValueError(f"negatives must be a positive integer or None, got {negatives!r}")
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise ValueError(f"seed must be an integer of 0 or more, got {seed!r}")
-    start, stop = split(classes, processes, mesh.get_local_rank())
-    head.shard = ClassShard(mesh, classes, start, stop, bool(averaged), negatives, seed)
-    local = torch.empty(stop - start, head.in_features, device=where, dtype=dtype)
-    head.register_parameter("weight", nn.Parameter(head.shard.distribute(local)))
-    head.register_parameter("bias", nn.Parameter(head.shard.distribute(local.new_empty(len(local)))) if bias else None)
-    if negatives is not None:
-        head.register_buffer("draws", torch.zeros((), dtype=torch.int64))
-    head.shard.reset_parameters(head)
-
-
-@dataclass(frozen=True, eq=False)
-class ClassShard:
-    """Which classes this process has, of a head made with shard="class": `head.shard`.
-
-    start, stop: the own classes; processes, rank: of the mesh.  Its methods are what the head's methods of the same
-    names do; call those.
-
-    >>> ClassShard(mesh=None, num_classes=3, start=0, stop=3)
-    ClassShard(classes 0 to 2 of 3)
+    in_features, num_classes, bias, h and target as in `SoftmaxHead`; it has no multi-label form
+    mesh: a 1-D DeviceMesh of the processes, by default all of them
+    negatives: number of classes to sample in a training step, besides the targets; None: all classes
+    seed: of the sampling
+    averaged: whether the gradients of the backbone are averaged over the processes, as DDP and FSDP do
     """
 
-    mesh: Any
-    num_classes: int
-    start: int
-    stop: int
-    averaged: bool = True
-    negatives: int | None = None
-    seed: int = 0
+    multilabel = False
 
-    def __repr__(self) -> str:
-        text = f"classes {self.start} to {self.stop - 1}" if self.stop > self.start else "no class"
-        sampled = "" if self.negatives is None else f", negatives={self.negatives}"
-        return f"ClassShard({text} of {self.num_classes}{sampled})"
-
-    def __deepcopy__(self, memo: Any) -> ClassShard:
-        return self  # processes can't be copied
-
-    @property
-    def group(self) -> Any:
-        return self.mesh.get_group()
-
-    @property
-    def processes(self) -> int:
-        return self.mesh.size()
-
-    @property
-    def rank(self) -> int:
-        return self.mesh.get_local_rank()
-
-    def distribute(self, local: Tensor) -> Tensor:
-        """The DTensor of which `local` are the rows of the own classes."""
-        from torch.distributed.tensor import Shard
-
-        return _joined(local, self.mesh, Shard(0), (self.num_classes, *local.shape[1:]))
-
-    # -- parameters ---------------------------------------------------------------------------------------------------
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        bias: bool = True,
+        form: str | None = None,
+        mesh: DeviceMesh | None = None,
+        negatives: int | None = None,
+        seed: int = 0,
+        averaged: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        for name, value, low in (("num_classes", num_classes, 1), ("negatives", negatives, 1), ("seed", seed, 0)):
+            whole = isinstance(value, int) and not isinstance(value, bool) and value >= low
+            if not whole and not (name == "negatives" and value is None):
+                raise ValueError(f"{name} must be a whole number, {low} or more, got {value!r}")
+        # allocated below; not super(), because a head with Gaussians makes sharded ones
+        SoftmaxHead.__init__(self, in_features, num_classes, bias=bias, form=form, device="meta", dtype=dtype)
+        if mesh is None and collectives.world() is None:
+            raise ValueError("a sharded head needs processes: call torch.distributed.init_process_group first")
+        device = torch.empty(0, device=device).device
+        if mesh is None:
+            mesh = init_device_mesh(device.type, (collectives.size(collectives.world()),))
+        if mesh.ndim != 1:
+            raise ValueError(f"mesh must have one dimension, got {mesh.ndim}")
+        if mesh.get_coordinate() is None:
+            raise ValueError(f"mesh must contain this process, got processes {mesh.mesh.tolist()}")
+        self.shard = ClassShard(num_classes, mesh, bool(averaged))
+        self.negatives, self.seed = negatives, seed
+        weight = torch.empty(self.shard.width, in_features, device=device, dtype=dtype)
+        self.weight = nn.Parameter(self.shard.join(weight))
+        if bias:
+            self.bias = nn.Parameter(self.shard.join(weight.new_empty(len(weight))))
+        if negatives is not None:
+            self.draws: Tensor
+            self.register_buffer("draws", torch.zeros((), dtype=torch.int64))
+        self.reset_linear()
 
     @torch.no_grad()
-    def reset_parameters(self, head: Any) -> None:
-        """As `nn.Linear`, and as the whole head draws them: seeded alike, the joined weights are that head's.
+    def reset_linear(self) -> None:
+        """Draw weight and bias; with the same seed, the concatenated weights equal the unsharded head's.
 
-        For this every process draws all the numbers, a piece at a time, and keeps its own: C D numbers to draw, 64 MB
-        to hold.  On a GPU, where the numbers depend on how many are drawn at once, a weight above 2^28 elements is
-        drawn in pieces too: then it is the same for every number of processes, but not the whole head's.
+        For this every process draws all the numbers, a piece at a time, and keeps the local ones: C D numbers to draw,
+        64 MB to hold.  On a GPU, where the numbers depend on how many are drawn at once, a weight above 2^28 elements
+        is drawn in pieces too: then it is the same for every number of processes, but differs from the unsharded one.
         """
-        bound = 1 / math.sqrt(head.in_features)
-        for parameter in (head.weight, head.bias):
+        bound, classes, shard = 1 / math.sqrt(self.in_features), self.num_classes, self.shard
+        for name, parameter in (("weight", self.weight), ("bias", self.bias)):
             if parameter is None:
                 continue
-            local = parameter.to_local()
-            width = local[:1].numel() or math.prod(local.shape[1:])
-            whole = local.device.type != "cpu" and self.num_classes * width <= DRAWN_WHOLE
-            rows = self.num_classes if whole else max(1, (1 << 24) // width)
-            for first in range(0, self.num_classes, rows):
-                drawn = local.new_empty(min(rows, self.num_classes - first), *local.shape[1:])
-                drawn.uniform_(-bound, bound)
-                a, b = max(first, self.start), min(first + len(drawn), self.stop)
+            part = local(parameter, name)
+            width = math.prod(part.shape[1:])
+            whole = part.device.type != "cpu" and classes * width <= DRAWN_WHOLE
+            rows = classes if whole else max(1, (1 << 24) // width)
+            for first in range(0, classes, rows):
+                drawn = part.new_empty(min(rows, classes - first), *part.shape[1:]).uniform_(-bound, bound)
+                a, b = max(first, shard.start), min(first + len(drawn), shard.stop)
                 if a < b:
-                    local[a - self.start : b - self.start] = drawn[a - first : b - first]
+                    part[a - shard.start : b - shard.start] = drawn[a - first : b - first]
         if self.negatives is not None:
-            head.draws.zero_()
+            self.draws.zero_()
 
-    def gaussians(self, **options: Any) -> GaussianLogits:
-        return _ShardedGaussians(self, **options)
+    def unsharded(self) -> SoftmaxHead:
+        """A plain head on every process, with the parameters of all of them; a collective call."""
+        return self._filled(SoftmaxHead)
 
-    def local_parameters(self, head: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor, float]:
-        """Own rows of weight, bias, mu and sigma, through which gradients flow to the DTensors, and lam."""
-        weight = _own(head.weight, "weight")
-        bias = None if head.bias is None else _own(head.bias, "bias")
-        g = getattr(head, "gaussians", None)
-        if g is None:
-            like = torch.float64 if weight.dtype == torch.float64 else torch.float32
-            mu = torch.zeros(len(weight), dtype=like, device=weight.device)
-            return weight, bias, mu, torch.ones_like(mu), 0.0
-        return weight, bias, *g.own(), g.lam
+    def _filled(self, cls: type[SoftmaxHead], **options: Any) -> SoftmaxHead:
+        place = {"device": self.weight.device, "dtype": self.weight.dtype}
+        bias = self.bias is not None
+        head = nn.utils.skip_init(cls, self.in_features, self.num_classes, bias=bias, **options, **place)
+        state = {k: v.full_tensor() for k, v in self.state_dict().items() if k != "draws"}
+        head.load_state_dict(state)
+        return head.train(self.training)
 
     # -- outputs ------------------------------------------------------------------------------------------------------
 
-    def _rows(self, h: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        return h.reshape(-1, h.shape[-1]), tuple(h.shape[:-1])
+    def _gather(
+        self, h: Any, call: tuple[Any, ...], check: Callable[[], None] = lambda: None, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, list[int], bool]:
+        """Local rows of h, how many each process has, and whether any process needs their gradient.
 
-    def _check_h(self, head: Any, h: Any) -> Exception | None:
+        call, check: what must be the same, and what must not raise an error, on any process; dtype: cast h
+        """
+        rows, needed, error = local(self.weight, "weight")[:0], False, None
         try:
             checks.check_outputs(h, "h")
-        except (TypeError, ValueError) as error:
-            return error
-        if h.shape[-1] != head.in_features:
-            return ValueError(f"h must have {head.in_features} features, got shape {tuple(h.shape)}")
-        return None
+            if h.shape[-1] != self.in_features:
+                raise ValueError(f"h must have {self.in_features} features, got shape {tuple(h.shape)}")
+            check()
+            rows = h.reshape(-1, self.in_features).to(dtype or h.dtype)
+            needed = rows.requires_grad and torch.is_grad_enabled()
+        except (TypeError, ValueError) as found:
+            error = found
+        call = (*call, str(rows.dtype))
+        counts, needed = agree(self.shard.group, self.weight.device, error, len(rows), call, needed)
+        if needed and not rows.requires_grad:
+            rows = rows.detach().requires_grad_()  # every process must take part in the backward collective
+        return rows, counts, needed
 
-    def _gathered(self, head: Any, h: Tensor) -> tuple[Tensor, list[int], tuple[int, ...]]:
-        """h of all processes without gradient, how many rows each has, and the shape of the own ones."""
-        error = self._check_h(head, h)
-        flat, shape = self._rows(h) if error is None else (head.weight.to_local()[:0], (0,))
-        counts, _ = _agree(self.group, flat.device, error, len(flat), ("outputs", str(flat.dtype)))
-        return _gather_rows(flat.detach(), counts, self.group, "h"), counts, shape
+    def _local_x(self, h: Tensor) -> Tensor:
+        """(rows of all processes, local classes)"""
+        rows, counts, _ = self._gather(h, ("outputs",))
+        bias = None if self.bias is None else local(self.bias, "bias")
+        return F.linear(GatherRows.apply(rows, counts, self.shard), local(self.weight, "weight"), bias)
 
-    def outputs(self, head: Any, h: Tensor, adjusted: bool = True) -> Tensor:
-        """x, or z if adjusted: (N, C), own columns."""
-        from torch.distributed.tensor import Shard
-
-        error = self._check_h(head, h)
-        wanted = error is None and h.requires_grad and torch.is_grad_enabled()
-        flat = self._rows(h)[0] if error is None else None
-        counts, wanted = _agree(
-            self.group, head.weight.device, error, 0 if flat is None else len(flat), "outputs", wanted
-        )
-        assert flat is not None
-        if wanted and not flat.requires_grad:
-            flat = flat.detach().requires_grad_()  # others wait for this process's part of their dh
-        h_all = _GatherRows.apply(flat, counts, self)
-        weight, bias, mu, sigma, lam = self.local_parameters(head)
-        out = F.linear(h_all, weight, bias)
-        if adjusted and hasattr(head, "gaussians"):
-            out = head.gaussians(out)
-        return _joined(out, self.mesh, Shard(1), (len(h_all), self.num_classes))
+    def features(self, h: Tensor) -> Tensor:
+        """x, a DTensor (rows of all processes, classes) of which each process has its own columns."""
+        return self.shard.join(self._local_x(h), 1)
 
     @torch.no_grad()
-    def predict_proba(self, head: Any, h: Tensor) -> Tensor:
-        """p: (N, C), own columns; without gradient."""
-        from torch.distributed.tensor import Shard
-
-        z = _own(self.outputs(head, h), "z")
+    def predict_proba(self, h: Tensor) -> Tensor:
+        """p, a DTensor as `features` gives; without gradient."""
+        z = local(self(h), "z")
         z = z.to(checks.compute_dtype(z))
-        top = _top(z)
-        _all_reduce(top, self.group, "max", dist.ReduceOp.MAX)
+        top = all_reduce(row_maximum(z), self.shard.group, "max", dist.ReduceOp.MAX)
         p = (z - top[:, None]).exp_()
-        total = _all_reduce(p.sum(1), self.group, "sums")
-        return _joined(p.div_(total[:, None]), self.mesh, Shard(1), (len(z), self.num_classes))
+        return self.shard.join(p.div_(all_reduce(p.sum(1), self.shard.group, "sums")[:, None]), 1)
+
+    def _local_parameters(self) -> Parameters:
+        """The local classes' parameters; gradients flow through them to the DTensors."""
+        weight, bias = local(self.weight, "weight"), None if self.bias is None else local(self.bias, "bias")
+        mu = torch.zeros(len(weight), dtype=checks.compute_dtype(weight), device=weight.device)
+        return Parameters(weight, bias, mu, torch.ones_like(mu), 0.0)
 
     @torch.no_grad()
-    def topk(self, head: Any, h: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The k largest z of the own rows over all classes, and their classes, (n_r, k) each."""
-        h_all, counts, shape = self._gathered(head, h)
-        weight, bias, mu, sigma, lam = self.local_parameters(head)
-        weight, bias, mu, sigma, h_all = _prepared(h_all, weight, bias, mu, sigma, lam)
+    def topk(self, h: Tensor, k: int = 5) -> tuple[Tensor, Tensor]:
+        """The k largest z of the local rows over all classes, and their classes, largest first, (..., k) each."""
+        self._check_k(k)
+        rows, counts, _ = self._gather(h, ("topk", k))
+        shard, group = self.shard, self.shard.group
+        h_all, parameters = self._local_parameters().cast_for(gather_rows(rows, counts, group, "h"))
         n = len(h_all)
-        # A process with fewer than k classes hands in -inf for the rest, with a class that comes after all others.
-        best = torch.full((n, k), -torch.inf, dtype=sigma.dtype, device=h_all.device)
+        # A process with fewer than k classes pads with -inf, and with a class that comes after all others.
+        best = torch.full((n, k), -torch.inf, dtype=parameters.sigma.dtype, device=h_all.device)
         classes = torch.full((n, k), self.num_classes, device=h_all.device)
-        for at, own in _tiles(n, len(weight), h_all.device.type):
-            z = equations.logits(_linear(h_all[at], weight[own], bias, own), mu[own], sigma[own], lam)
+        for at, own in tiles(n, shard.width, h_all.device.type):
+            z = parameters.z(parameters.x(h_all[at], own), own)
             values, found = z.max(1, keepdim=True) if k == 1 else z.topk(min(k, z.shape[1]), 1)
-            found += self.start + own.start
+            found += shard.start + own.start
             best[at], classes[at] = _largest(torch.cat([best[at], values], 1), torch.cat([classes[at], found], 1), k)
-        # Every process sends what it found to the owners of the rows.
-        rank, size, group = self.rank, self.processes, self.group
-        sent, received = [c * k for c in counts], [counts[rank] * k] * size
+        # Every process sends its candidates to the owners of the rows.
+        mine = counts[shard.rank]
+        sent, received = [c * k for c in counts], [mine * k] * shard.processes
         best, classes = (
-            _all_to_all(t.reshape(-1), sent, received, group, "top classes")
-            .view(size, counts[rank], k)
+            all_to_all(t.reshape(-1), sent, received, group, "top classes")
+            .view(shard.processes, mine, k)
             .movedim(0, 1)
-            .reshape(counts[rank], size * k)
+            .reshape(mine, shard.processes * k)
             for t in (best, classes)
         )
         best, classes = _largest(best, classes, k)
-        return best.view(*shape, k), classes.view(*shape, k)
+        return best.view(*h.shape[:-1], k), classes.view(*h.shape[:-1], k)
 
-    @torch.no_grad()
-    def fit_gaussians(self, head: Any, batches: Iterable[Tensor]) -> None:
-        """Mean and deviation of every own output over the batches of all processes, which may have more or fewer."""
-        g = head.gaussians
-        weight = head.weight.to_local()
-        total = tuple(torch.zeros(3, len(weight), dtype=torch.float64, device=weight.device))
-        rows = 0
-        for batch in _rounds(batches, self.group, weight.device):
-            h = weight.new_empty(0, head.in_features) if batch is None else batch
-            h_all, _, _ = self._gathered(head, h.to(weight.dtype))
-            rows += len(h_all)
-            parts = []
-            for own in _column_tiles(len(weight), weight.device.type):
-                x = F.linear(h_all, weight[own], None if head.bias is None else head.bias.to_local()[own]).double()
-                var, mean = torch.var_mean(x, dim=0, correction=0) if len(x) else (x.sum(0), x.sum(0))
-                parts.append(torch.stack([torch.full_like(mean, len(x)), mean, var * len(x)]))
-            if parts:
-                total = merge_moments(total, tuple(torch.cat(parts, 1)))
-        _, mean, m2 = total
-        error = None
-        if rows < 2:
-            error = ValueError(f"batches must hold at least two examples to fit Gaussians to, got {rows}")
-        elif not bool(torch.isfinite(mean).all() and torch.isfinite(m2).all()):
-            error = ValueError("batches must hold finite outputs to fit Gaussians to, got NaN or infinity")
-        _agree(self.group, weight.device, error)
-        low = g.sigma_min * (1 + 1e-6) if g.sigma_min else 1e-6
-        g.write_own(mean, (m2 / rows).sqrt().clamp_min(low))
+    def extra_repr(self) -> str:
+        sampled = "" if self.negatives is None else f", negatives={self.negatives}"
+        return f"{super().extra_repr()}, {self.shard}{sampled}"
 
     # -- the loss -----------------------------------------------------------------------------------------------------
 
-    def loss(
-        self,
-        head: Any,
-        h: Tensor,
-        target: Tensor,
-        *,
-        class_weight: Tensor | None = None,
-        ignore_index: int = -100,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-    ) -> Tensor:
-        """See the head's `loss` and the top of this file."""
-        sampled = self.negatives is not None and head.training
-        error = self._check_h(head, h)
-        if error is None:
-            try:
-                self._check_loss(head, h, target, class_weight, ignore_index, reduction, label_smoothing, sampled)
-            except (TypeError, ValueError) as found:
-                error = found
-        device = head.weight.device
-        if error is not None:
-            _agree(self.group, device, error)
-        flat, shape = self._rows(h)
-        soft = target.is_floating_point()
-        rows = target.reshape(-1, self.num_classes) if soft else target.reshape(-1).long()
-        autocast = torch.is_autocast_enabled(device.type)
-        if autocast:
-            flat = flat.to(torch.get_autocast_dtype(device.type))
-        call = ("loss", str(flat.dtype), str(rows.dtype), class_weight is None, ignore_index, reduction)
-        recorded = torch.is_grad_enabled()
-        counts, wanted = _agree(
-            self.group, device, None, len(flat), (*call, label_smoothing, sampled, recorded),
-            flat.requires_grad and recorded,
-        )  # fmt: skip
-        if wanted and not flat.requires_grad:
-            flat = flat.detach().requires_grad_()  # others wait for this process's part of their dh
+    def loss(self, h: Tensor, target: Tensor, *, class_weight: Tensor | None = None, **options: Any) -> Tensor:
+        """The loss over the rows and classes of all processes.
 
-        h_all = _gather_rows(flat.detach(), counts, self.group, "h")
-        if soft:
-            ends = [split(self.num_classes, self.processes, r) for r in range(self.processes)]
-            columns = torch.cat([rows[:, a:b].reshape(-1) for a, b in ends]) if self.processes > 1 else rows
-            own = self.stop - self.start
-            sent, received = [len(rows) * (b - a) for a, b in ends], [n * own for n in counts]
-            rows = _all_to_all(columns, sent, received, self.group, "probabilities").view(len(h_all), own)
-        else:
-            rows = _gather_rows(rows, counts, self.group, "targets")
-
-        g = getattr(head, "gaussians", None)
-        if g is not None and g.gaussians == "tracked" and head.training and recorded:
-            g.track_linear(h_all, head, None if soft else rows != ignore_index)
-        weight, bias, mu, sigma, lam = self.local_parameters(head)
-        if g is not None and g.gaussians == "tracked":
-            mu = mu.clone()  # a later step writes over the buffer, which a pending backward pass may still need
-        drawn = None
-        if sampled:
-            drawn = self._draw(head, rows, ignore_index)
-            if recorded:
-                head.draws += 1
-        if drawn is not None:
-            index = drawn[0]
-            weight, mu, sigma = (t.index_select(0, index) for t in (weight, mu, sigma))
-            bias = None if bias is None else bias.index_select(0, index)
-        weight, bias, mu, sigma, h_all = _prepared(h_all, weight, bias, mu, sigma, lam)
-        checks.check_sigma(sigma)
-        plan = _Plan(self, counts, wanted, lam, reduction, exact=not sampled)
-        self._fill(plan, rows, drawn, sigma, class_weight, ignore_index, label_smoothing)
+        class_weight, options: as in `SoftmaxHead.loss`
+        """
+        given = Options(class_weight, **options)
+        sampled, recorded = self.negatives is not None and self.training, torch.is_grad_enabled()
+        device, shard = self.weight.device, self.shard
+        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        kind = str(target.dtype) if isinstance(target, Tensor) and target.is_floating_point() else "indices"
+        call = ("loss", kind, class_weight is None, *given[1:], sampled, recorded)
+        rows, counts, need_dh = self._gather(h, call, lambda: self._check(h, target, given, sampled), autocast)
+        h_all = gather_rows(rows.detach(), counts, shard.group, "h")
+        targets = self._gather_targets(target, counts)
+        self._track(h_all, None if targets.is_floating_point() else targets != given.ignore_index)
+        parameters = self._local_parameters()
+        sample = self._sample(targets, given.ignore_index) if sampled else None
+        if sampled and recorded:
+            self.draws += 1
+        if sample is not None:
+            parameters = parameters.select(sample.classes)
+        h_all, parameters = parameters.cast_for(h_all)
+        checks.check_sigma(parameters.sigma)
+        plan = (
+            Targets.of(targets, given, shard, sample, parameters.sigma),
+            Call(shard, counts, need_dh, parameters.lam, given.reduction, exact=not sampled),
+        )
         with torch.autocast(device.type, enabled=False):
-            loss = _CrossEntropy.apply(flat, weight, bias, mu, sigma, h_all, plan)
-        loss = equations.loss_dtype(loss, flat)
-        return loss.reshape(shape) if reduction == "none" else loss
+            loss = CrossEntropy.apply(rows, *parameters[:4], h_all, plan)
+        loss = equations.loss_dtype(loss, rows)
+        return loss.reshape(h.shape[:-1]) if given.reduction == "none" else loss
 
-    def _check_loss(
-        self,
-        head: Any,
-        h: Tensor,
-        target: Any,
-        class_weight: Tensor | None,
-        ignore_index: int,
-        reduction: str,
-        label_smoothing: float,
-        sampled: bool,
-    ) -> None:
+    def _check(self, h: Tensor, target: Any, options: Options, sampled: bool) -> None:
         if not isinstance(target, Tensor):
             raise TypeError(f"target must be a tensor, got {type(target).__name__}")
-        flat, rows, _ = checks.flatten_linear(h, head.weight, target, head.bias)
-        x = flat.new_empty((len(flat), self.num_classes), device="meta")
-        options = checks.Options(class_weight, ignore_index, reduction, label_smoothing)
-        checks.check_cross_entropy(x, rows, options)
+        flat, rows, _ = checks.flatten_linear(h, self.weight, target, self.bias)
+        checks.check_cross_entropy(flat.new_empty((len(flat), self.num_classes), device="meta"), rows, options)
         if not rows.is_floating_point():
-            checks.check_labels(rows, self.num_classes, ignore_index)
+            checks.check_labels(rows, self.num_classes, options.ignore_index)
         elif rows.requires_grad:
-            raise ValueError("target must need no gradient with shard='class': detach the probabilities")
+            raise ValueError("target must not require a gradient in a sharded head: detach the probabilities")
         elif sampled:
             raise ValueError("target must hold class indices with negatives: probabilities make every class a target")
 
-    def _draw(self, head: Any, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, float] | None:
-        """Own classes to look at, sorted; which of them are targets; and the probability with which the others were
-        drawn.  None if that is all of them."""
+    def _gather_targets(self, target: Tensor, counts: list[int]) -> Tensor:
+        """Class indices (N,) of all rows, or the local columns (N, c) of their probabilities."""
+        shard = self.shard
+        if not target.is_floating_point():
+            return gather_rows(target.reshape(-1).long(), counts, shard.group, "targets")
+        rows = target.reshape(-1, self.num_classes)
+        ends = [split(self.num_classes, shard.processes, r) for r in range(shard.processes)]
+        columns = torch.cat([rows[:, a:b].reshape(-1) for a, b in ends])
+        sent, received = [len(rows) * (b - a) for a, b in ends], [n * shard.width for n in counts]
+        return all_to_all(columns, sent, received, shard.group, "probabilities").view(sum(counts), shard.width)
+
+    def _track(self, h: Tensor, keep: Tensor | None) -> None:
+        """Update tracked Gaussians."""
+
+    def _sample(self, target: Tensor, ignore_index: int) -> Sample | None:
+        """The targets among the local classes, and a share of the negatives; None for all local classes."""
         assert self.negatives is not None
-        mine = (target != ignore_index) & (target >= self.start) & (target < self.stop)
-        kept = torch.unique(target[mine]) - self.start
-        own, others = self.stop - self.start, self.stop - self.start - len(kept)
-        share = self.negatives * self.stop // self.num_classes - self.negatives * self.start // self.num_classes
-        wanted = max(1, share)
+        shard, classes = self.shard, self.num_classes
+        mine = (target != ignore_index) & (target >= shard.start) & (target < shard.stop)
+        kept = torch.unique(target[mine]) - shard.start
+        others = shard.width - len(kept)
+        wanted = max(1, self.negatives * shard.stop // classes - self.negatives * shard.start // classes)
         if wanted >= others:
             return None
-        random = np.random.default_rng([self.seed, int(head.draws), self.start])
-        drawn = torch.from_numpy(_distinct(random, others, wanted)).to(target.device)
-        # drawn counts the classes that are no target; the i-th target has kept[i] - i of those below it
+        random = np.random.default_rng([self.seed, int(self.draws), shard.start])
+        drawn = torch.from_numpy(distinct(random, others, wanted)).to(target.device)
+        # `drawn` counts the classes that are not targets; below the i-th target lie kept[i] - i of them
         drawn = drawn + torch.searchsorted(kept - torch.arange(len(kept), device=kept.device), drawn, right=True)
         index, order = torch.sort(torch.cat([kept, drawn]))
-        assert len(index) <= own
-        return index, order < len(kept), wanted / others
-
-    def _fill(
-        self,
-        plan: _Plan,
-        target: Tensor,  # (N,), or own columns (N, C_r) of probabilities
-        drawn: tuple[Tensor, Tensor, float] | None,
-        like: Tensor,
-        class_weight: Tensor | None,
-        ignore_index: int,
-        label_smoothing: float,
-    ) -> None:
-        n, dtype, device = len(target), like.dtype, like.device
-        w = None if class_weight is None else class_weight.to(device, dtype)
-        own_w = like.new_ones(self.stop - self.start) if w is None else w[self.start : self.stop]
-        total_w = self.num_classes if w is None else w.sum()
-        if label_smoothing > 0:
-            plan.every = own_w * (label_smoothing / self.num_classes)
-        if drawn is not None:
-            index, kept, probability = drawn
-            inverse = torch.where(kept, like.new_ones(()), 1 / probability)
-            plan.shift = inverse.log()
-            plan.every = None if plan.every is None else plan.every[index] * inverse
-        if target.is_floating_point():
-            plan.prob, plan.prob_weight = target, own_w * (1 - label_smoothing)
-            plan.divisor = like.new_tensor(float(n))
-            return
-        keep = target != ignore_index
-        valid = keep & (target >= 0) & (target < self.num_classes)
-        of_row = like.new_ones(n) if w is None else w[torch.where(valid, target, 0)]
-        # On a GPU nobody looked at the labels: one that no process has makes the loss nan instead of wrong.
-        of_row = torch.where(valid, of_row, torch.nan)
-        of_row = torch.where(keep, of_row, 0.0)
-        column = target - self.start
-        mine = valid & (column >= 0) & (column < self.stop - self.start)
-        if drawn is not None and len(drawn[0]):
-            column = torch.searchsorted(drawn[0], column.clamp(0, self.stop - self.start - 1))
-        plan.keep, plan.column, plan.mine = keep, torch.where(mine, column, 0), mine
-        plan.own = of_row * (1 - label_smoothing)
-        plan.all_y = torch.where(keep, plan.own + (label_smoothing / self.num_classes) * total_w, 0.0)
-        plan.divisor = of_row.sum()
+        return Sample(index, order < len(kept), wanted / others)
 
 
-def _own(parameter: Any, name: str) -> Tensor:
-    """Own rows of a parameter."""
-    if not hasattr(parameter, "to_local"):
-        raise TypeError(f"{name} of a head with shard='class' must be a DTensor, got {type(parameter).__name__}")
-    return parameter.to_local()
-
-
-def _joined(local: Tensor, mesh: Any, placement: Any, shape: Sequence[int]) -> Tensor:
-    """The DTensor of the given shape of which `local` is this process's part."""
-    from torch.distributed.tensor import DTensor
-
-    size = torch.Size(shape)
-    stride = tuple(math.prod(size[i + 1 :]) for i in range(len(size)))
-    return DTensor.from_local(local, mesh, [placement], run_check=False, shape=size, stride=stride)
-
-
-def _distinct(random: np.random.Generator, below: int, wanted: int) -> np.ndarray:
+def distinct(random: np.random.Generator, below: int, wanted: int) -> np.ndarray:
     """`wanted` different integers below `below`, every set of them equally likely."""
     if wanted > below // 4:
         return random.permutation(below)[:wanted].astype(np.int64)
@@ -453,96 +288,178 @@ def _distinct(random: np.random.Generator, below: int, wanted: int) -> np.ndarra
 
 
 def _largest(values: Tensor, classes: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of the candidates (rows, candidates), the lower class first where they tie."""
+    """The k largest of the candidates (rows, candidates); ties go to the lowest class."""
     classes, order = classes.sort(dim=1)
     values, best = values.gather(1, order).sort(dim=1, descending=True, stable=True)
     return values[:, :k], classes.gather(1, best[:, :k])
 
 
-class _ShardedGaussians(GaussianLogits):
-    """`GaussianLogits` of which every process has those of its own classes; x is (rows, own classes)."""
+class ShardedGSoftmaxHead(ShardedSoftmaxHead, GSoftmaxHead):
+    """`GSoftmaxHead` with its classes split over processes; see `gsoftmax.sharded`.
 
-    def __init__(self, shard: ClassShard, *, mu: Any = 0.0, sigma: Any = 1.0, **options: Any) -> None:
-        own = slice(shard.start, shard.stop)
-        some = max(1, shard.stop - shard.start)  # a process without classes makes one, to have all options checked
-        super().__init__(some, mu=0.0, sigma=max(1.0, 2 * options.get("sigma_min", 0.0)), **options)
-        self.shard = shard
-        self.num_classes = shard.num_classes
-        initial = []
-        for name, value in (("mu", mu), ("sigma", sigma)):
-            if torch.as_tensor(value).ndim:  # a number needs no room for every class
-                value = per_class(name, value, shard.num_classes)
-                if name == "sigma":
-                    self._check_sigma(value)
-                initial.append(value[own].clone())
-            else:
-                initial.append(per_class(name, value, 1)[0])
-        self._check_sigma(initial[1])
-        self._initial = (initial[0], initial[1])
-        for name in ("mu", "rho"):
-            value = shard.distribute(getattr(self, name).detach()[: shard.stop - shard.start].clone())
-            setattr(self, name, nn.Parameter(value) if self.gaussians == "learned" else value)
-        self.reset_parameters()
+    in_features, num_classes, h, target and sharded_options (bias, mesh, negatives, seed, averaged) as in
+    `ShardedSoftmaxHead`; lam, mu, sigma, gaussians, momentum, sigma_min and lr_mult as in `GaussianLogits`.
+    """
 
-    def reset_parameters(self) -> None:
-        if isinstance(getattr(self, "shard", None), ClassShard):
-            self.write_own(*self._initial)
-        else:
-            super().reset_parameters()  # while the base class is being made
+    gaussians: ShardedGaussians
 
-    def own(self) -> tuple[Tensor, Tensor]:
-        """mu and sigma of the own classes."""
-        rho = _own(self.rho, "rho")
-        return _own(self.mu, "mu"), self.sigma_min + (rho if rho.dtype == torch.float64 else rho.float()).exp()
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        lam: float = 1.0,
+        mu: float | Sequence[float] | Tensor = 0.0,
+        sigma: float | Sequence[float] | Tensor = 1.0,
+        gaussians: str = "learned",
+        momentum: float = 0.02,
+        sigma_min: float = 0.01,
+        lr_mult: float = 1.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **sharded_options: Any,
+    ) -> None:
+        super().__init__(in_features, num_classes, device=device, dtype=dtype, **sharded_options)
+        options = {"gaussians": gaussians, "momentum": momentum, "sigma_min": sigma_min, "lr_mult": lr_mult}
+        self.gaussians = ShardedGaussians(self.shard, mu, sigma, lam=lam, **options, device=device, dtype=dtype)
+
+    def unsharded(self) -> SoftmaxHead:
+        g = self.gaussians
+        names = ("lam", "gaussians", "momentum", "sigma_min", "lr_mult")
+        return self._filled(GSoftmaxHead, **{name: getattr(g, name) for name in names})
+
+    def forward(self, h: Tensor, target: Tensor | None = None) -> Tensor:
+        """z, a DTensor as `features` gives."""
+        return self.shard.join(self.gaussians(self._local_x(h)), 1)
+
+    def _local_parameters(self) -> Parameters:
+        mu, sigma = self.gaussians.local()
+        if self.gaussians.gaussians == "tracked":
+            mu = mu.clone()  # the next step overwrites the buffer, which a pending backward pass may still need
+        return super()._local_parameters()._replace(mu=mu, sigma=sigma, lam=self.lam)
+
+    def _track(self, h: Tensor, keep: Tensor | None) -> None:
+        if self.gaussians.gaussians == "tracked" and self.training and torch.is_grad_enabled():
+            self.gaussians.track_linear(h, self._local_parameters(), keep)
 
     @torch.no_grad()
-    def write_own(self, mu: Tensor, sigma: Tensor) -> None:
-        _own(self.mu, "mu").copy_(mu)
-        _own(self.rho, "rho").copy_((sigma - self.sigma_min).clamp_min(1e-6 * (self.sigma_min or 1e-6)).log())
+    def fit_gaussians(self, batches: Iterable[Any]) -> ShardedGSoftmaxHead:
+        """Set mu and sigma from batches of h, as in `GaussianLogits.fit_gaussians`; numbers of batches may differ."""
+        parameters, group, n = self._local_parameters(), self.shard.group, 0
+        weight = parameters.weight
+        total = tuple(torch.zeros(3, len(weight), dtype=torch.float64, device=weight.device))
+        for batch in rounds(first_items(batches), group, weight.device):
+            rows, counts, _ = self._gather(weight[:0] if batch is None else batch.to(weight.dtype), ("fit_gaussians",))
+            h = gather_rows(rows, counts, group, "h")
+            n += len(h)
+            moments = torch.stack(total).fill_(len(h))
+            for own in column_tiles(len(weight), weight.device.type):
+                bias = None if parameters.bias is None else parameters.bias[own]
+                x = F.linear(h, weight[own], bias).double()
+                var, mean = torch.var_mean(x, dim=0, correction=0) if len(x) else (x.sum(0), x.sum(0))
+                moments[1:, own] = torch.stack([mean, var * len(x)])
+            total = equations.merge_moments(total, tuple(moments))
+        error = None
+        try:
+            sigma = self.gaussians.fitted_sigma(n, *total[1:])
+        except ValueError as found:
+            error = found
+        agree(group, weight.device, error)
+        self.gaussians.write(total[1], sigma)
+        return self
+
+
+class ShardedGaussians(GaussianLogits):
+    """`GaussianLogits` of the local classes; x is (rows, local classes)."""
+
+    def __init__(self, shard: ClassShard, mu: Any, sigma: Any, **options: Any) -> None:
+        self.shard = shard
+        # a process without classes makes one, so that all processes check the options
+        own = shard.classes if shard.width else slice(shard.num_classes - 1, shard.num_classes)
+        values = (mu, sigma)
+        mu, sigma = (
+            per_class(name, v, shard.num_classes)[own] if torch.as_tensor(v).ndim else v
+            for name, v in zip(("mu", "sigma"), values, strict=True)
+        )
+        super().__init__(max(1, shard.width), mu=mu, sigma=sigma, **options)
+        self._check_sigma(torch.as_tensor(values[1]))  # of all classes, so that all processes raise the same error
+        self.num_classes = shard.num_classes
+        for name in ("mu", "rho"):
+            value = shard.join(getattr(self, name).detach()[: shard.width].clone())
+            setattr(self, name, nn.Parameter(value) if self.gaussians == "learned" else value)
+
+    @torch.no_grad()
+    def write(self, mu: Tensor, sigma: Tensor) -> None:
+        for tensor, value in ((self.mu, mu), (self.rho, self._rho(sigma))):
+            part: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a tensor in __init__
+            part.copy_(value)
 
     @torch.no_grad()
     def set_gaussians(self, mu: Any, sigma: Any) -> None:
-        if not isinstance(getattr(self, "shard", None), ClassShard):
-            return super().set_gaussians(mu, sigma)
-        mu, sigma = per_class("mu", mu, self.num_classes), per_class("sigma", sigma, self.num_classes)
+        mu, sigma = (per_class(name, v, self.num_classes) for name, v in (("mu", mu), ("sigma", sigma)))
         self._check_sigma(sigma)
-        self.write_own(mu[self.shard.start : self.shard.stop], sigma[self.shard.start : self.shard.stop])
+        self.write(mu[self.shard.classes], sigma[self.shard.classes])
+
+    def local(self) -> tuple[Tensor, Tensor]:
+        """mu and sigma of the local classes."""
+        rho = local(self.rho, "rho")
+        return local(self.mu, "mu"), self.sigma_min + (rho if rho.dtype == torch.float64 else rho.float()).exp()
 
     def fit_gaussians(self, batches: Iterable[Any]) -> GaussianLogits:
-        raise ValueError("Gaussians of a head with shard='class' are fitted by the head: head.fit_gaussians(batches)")
+        raise ValueError("Gaussians of a sharded head are fitted by the head: head.fit_gaussians(batches)")
 
     @torch.no_grad()
     def track(self, x: Tensor, keep: Tensor | None = None) -> None:
         if self.gaussians == "tracked" and self.training:
-            d = x.to(checks.compute_dtype(self.mu)) - _own(self.mu, "mu")
-            self._track(*_sums(d, keep), len(d) if keep is None else keep.sum())
+            d = x.to(checks.compute_dtype(self.mu)) - local(self.mu, "mu")
+            self._step(_sums(d, keep), len(d) if keep is None else keep.sum())
 
     @torch.no_grad()
-    def track_linear(self, h: Tensor, head: Any, keep: Tensor | None) -> None:
+    def track_linear(self, h: Tensor, parameters: Parameters, keep: Tensor | None) -> None:
         """`track` on x = linear(h), of which only a tile exists at a time."""
-        mu = _own(self.mu, "mu")
-        bias = None if head.bias is None else head.bias.to_local()
-        weight, bias, mu, _, h = _prepared(h, head.weight.to_local(), bias, mu, mu, 0.0)
+        h, parameters = parameters._replace(sigma=parameters.mu, lam=0.0).cast_for(h)
+        mu = parameters.mu
         sums = torch.zeros(2, len(mu), dtype=torch.float64, device=mu.device)
-        for at, own in _tiles(len(h), len(mu), h.device.type):
-            d = _linear(h[at], weight[own], bias, own).to(mu.dtype) - mu[own]
-            sums[:, own] += torch.stack(_sums(d, None if keep is None else keep[at]))
-        self._track(sums[0], sums[1], len(h) if keep is None else keep.sum())
+        for at, own in tiles(len(h), len(mu), h.device.type):
+            d = parameters.x(h[at], own).to(mu.dtype) - mu[own]
+            sums[:, own] += _sums(d, None if keep is None else keep[at])
+        self._step(sums, len(h) if keep is None else keep.sum())
 
-    def _track(self, s1: Tensor, s2: Tensor, rows: Tensor | int) -> None:
-        """See `GaussianLogits.track`: s1 and s2 are sums of x - mu and of its square over the rows."""
-        mu, sigma = (t.detach() for t in self.own())
-        n = torch.as_tensor(rows, device=s1.device)
-        self._move(mu, _own(self.rho, "rho"), sigma, n, s1.double(), s2.double())
+    def _step(self, sums: Tensor, rows: Tensor | int) -> None:
+        mu, sigma = (t.detach() for t in self.local())
+        n = torch.as_tensor(rows, device=sums.device)
+        self._move(mu, local(self.rho, "rho"), sigma, n, sums[0], sums[1])
 
     def current(self, x: Tensor, target: Tensor | None = None, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
         if self.gaussians == "tracked" and self.training and torch.is_grad_enabled():
             self.track(x.detach())
-        mu, sigma = checks.as_gaussians(x, *self.own(), self.lam)
+        mu, sigma = checks.as_gaussians(x, *self.local(), self.lam)
         return (mu.clone() if self.gaussians == "tracked" else mu), sigma
 
 
-def _sums(d: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+def _sums(d: Tensor, keep: Tensor | None) -> Tensor:
+    """Sums of d and of its square over the rows, (2, columns)."""
     if keep is not None:
         d = torch.where(keep[:, None], d, 0.0)
-    return d.sum(0, dtype=torch.float64), (d * d).sum(0, dtype=torch.float64)
+    return torch.stack([d.sum(0, dtype=torch.float64), (d * d).sum(0, dtype=torch.float64)])
+
+
+SHARDED: dict[type[nn.Module], type[ShardedSoftmaxHead]] = {
+    SoftmaxHead: ShardedSoftmaxHead,
+    GSoftmaxHead: ShardedGSoftmaxHead,
+}
+
+
+def sharded_class(head: type[nn.Module], shard: str) -> type[ShardedSoftmaxHead]:
+    """The sharded class of a head, for `head_options.shard`.
+
+    head: `SoftmaxHead` or `GSoftmaxHead`; shard: "class", the only way to split a head
+
+    >>> sharded_class(SoftmaxHead, "class").__name__
+    'ShardedSoftmaxHead'
+    """
+    checks.check_choice("shard", shard, ("class",))
+    if head not in SHARDED:
+        names = " and ".join(cls.__name__ for cls in SHARDED)
+        raise ValueError(f"shard={shard!r} is for {names}, got {head.__name__}")
+    return SHARDED[head]
