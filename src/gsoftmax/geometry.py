@@ -345,7 +345,10 @@ class ClassStatistics:
         return self
 
     def check_batch(self, x: ArrayLike, y: ArrayLike) -> tuple[Tensor, Tensor]:
-        """x as (N, C) and y as (N,) or (N, C), checked."""
+        """The batch, checked, as (N, C) outputs and (N,) or (N, C) labels.
+
+        x, y: as given to `update`
+        """
         x = x.detach() if isinstance(x, Tensor) else torch.as_tensor(np.asarray(x))
         y = y.detach() if isinstance(y, Tensor) else torch.as_tensor(np.asarray(y))
         m, outputs = self.num_classes, self.outputs

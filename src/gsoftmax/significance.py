@@ -7,8 +7,7 @@ geometry with average precision. Student's distribution is computed here, so tha
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import NormalDist
 from typing import Any
 
@@ -39,19 +38,14 @@ ALPHA = 0.05  # the level of every verdict
 ArrayLike = Any  # a torch tensor, a NumPy array, or a list of numbers
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Paired differences
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Paired:
-    """A paired comparison: how far b is from a on average, how sure that is, and from how many pairs."""
+    """A paired comparison: mean difference, interval, test and number of pairs."""
 
     difference: float  # mean of b - a: positive where the second is larger
     low: float  # confidence interval of the difference
-    high: float
-    t: float
+    high: float  # its other end
+    t: float  # difference / standard error
     p: float  # two-sided
     n: int  # pairs used
     sd: float  # standard deviation of b - a, dividing by n - 1
@@ -59,13 +53,13 @@ class Paired:
 
 
 def paired(a: ArrayLike, b: ArrayLike, confidence: float = 0.95) -> Paired:
-    """Paired-sample t-test of b - a, the difference from the first: a and b hold the same seeds, folds or classes.
+    """Paired-sample t-test of b - a: t = mean(d) / (sd(d)/sqrt(n)), d = b - a, with n - 1 degrees of freedom.
 
-    t = mean(d) / (sd(d)/sqrt(n)), d = b - a, with n - 1 degrees of freedom.
+    a, b: numbers of the same seeds, folds or classes; a pair with a nan is dropped and counted in `dropped`
+    confidence: of the interval
 
-    A pair with a nan on either side (a class without positives has no average precision) is dropped and counted in
-    `dropped`. With one pair the difference stands alone: sd, t, p and the interval are nan. When all differences are
-    equal, t is infinite and p is 0, or, when they are all zero, t is 0 and p is 1.
+    With one pair only the difference is defined: sd, t, p and the interval are nan. When all differences are equal, t
+    is infinite and p is 0, or, when they are all zero, t is 0 and p is 1.
 
     >>> result = paired([1.0, 2.0, 3.0, 4.0], [1.5, 2.5, 3.0, 5.0])
     >>> result.difference, result.n, round(result.t, 4), round(result.p, 4)
@@ -76,25 +70,24 @@ def paired(a: ArrayLike, b: ArrayLike, confidence: float = 0.95) -> Paired:
     _check_fraction("confidence", confidence)
     a, b, dropped = _pairs(a, b, "a", "b")
     d = b - a
-    n = len(d)
-    if n == 0:
-        return paired_from_moments(0, math.nan, math.nan, confidence, dropped)
-    if (d == d[0]).all():
-        return paired_from_moments(n, float(d[0]), 0.0, confidence, dropped)
-    return paired_from_moments(n, float(d.mean()), float(d.std(ddof=1)), confidence, dropped)
+    if len(d) and (d == d[0]).all():
+        return paired_from_moments(len(d), float(d[0]), 0.0, confidence, dropped)
+    mean, sd = (float(d.mean()), float(d.std(ddof=1))) if len(d) else (math.nan, math.nan)
+    return paired_from_moments(len(d), mean, sd, confidence, dropped)
 
 
 def paired_from_moments(n: int, mean: float, sd: float, confidence: float = 0.95, dropped: int = 0) -> Paired:
-    """`paired` from the number, mean and standard deviation (dividing by n - 1) of the differences.
+    """`paired` from moments of the differences.
+
+    n, mean, sd: number, mean and standard deviation (dividing by n - 1)
+    confidence, dropped: of the interval; pairs left out before
 
     >>> round(paired_from_moments(4, 0.5, 0.408248).t, 4)
     2.4495
     """
     nan = math.nan
-    if n == 0:
-        return Paired(nan, nan, nan, nan, nan, 0, nan, dropped)
-    if n == 1:
-        return Paired(mean, nan, nan, nan, nan, 1, nan, dropped)
+    if n < 2:
+        return Paired(mean, nan, nan, nan, nan, n, nan, dropped)
     if sd == 0:
         t = math.copysign(math.inf, mean) if mean else 0.0
         return Paired(mean, mean, mean, t, 0.0 if mean else 1.0, n, 0.0, dropped)
@@ -145,9 +138,10 @@ def _half_binomial(n: int, k: int) -> float:
 
 
 def holm(pvalues: ArrayLike) -> np.ndarray:
-    """Holm's step-down correction: p-values adjusted for being several, so that each may be held to the same level.
+    """Holm's step-down correction for multiple tests: the adjusted p-values.
 
-    The k-th smallest of m is multiplied by m - k + 1 and raised to the largest before it. nan stays nan, uncounted.
+    pvalues: of m tests; the k-th smallest is multiplied by m - k + 1 and raised to the largest before it. A nan stays
+    nan and does not count as a test.
 
     >>> holm([0.01, 0.04, 0.03]).tolist()
     [0.03, 0.06, 0.06]
@@ -155,9 +149,9 @@ def holm(pvalues: ArrayLike) -> np.ndarray:
     p = _array(pvalues, "pvalues")
     if p.ndim != 1:
         raise ValueError(f"pvalues must have one dimension, got {p.shape}")
+    if len(wrong := p[(p < 0) | (p > 1)]):
+        raise ValueError(f"pvalues must be in [0, 1], got {wrong[0]}")
     known = np.flatnonzero(~np.isnan(p))
-    if ((p[known] < 0) | (p[known] > 1)).any():
-        raise ValueError(f"pvalues must be in [0, 1], got {p[known][(p[known] < 0) | (p[known] > 1)][0]}")
     order = known[np.argsort(p[known], kind="stable")]
     adjusted = p.copy()
     adjusted[order] = np.minimum(np.maximum.accumulate(p[order] * np.arange(len(order), 0, -1)), 1.0)
@@ -165,7 +159,10 @@ def holm(pvalues: ArrayLike) -> np.ndarray:
 
 
 def verdict(difference: float, p: float, smaller_is_better: bool) -> str:
-    """What a test says about the second of a pair, at the level `ALPHA`; p is the corrected one.
+    """Verdict of a test at the level `ALPHA`.
+
+    difference, p: of the second from the first; after correction
+    smaller_is_better: whether a negative difference is an improvement
 
     >>> verdict(-0.3, 0.01, smaller_is_better=True), verdict(0.1, 0.4, smaller_is_better=True)
     ('better', 'no difference shown')
@@ -176,19 +173,19 @@ def verdict(difference: float, p: float, smaller_is_better: bool) -> str:
 
 
 def power(n: int, sd: float, effect: float, alpha: float = 0.05) -> float:
-    """Probability that a two-sided paired t-test of n pairs at level alpha finds a true mean difference `effect`,
-    when the differences scatter with standard deviation `sd`.
+    """Power of a two-sided paired t-test: the probability that it finds a true mean difference.
+
+    n: pairs
+    sd: standard deviation of the differences
+    effect: true mean difference
+    alpha: level of the test
 
     >>> round(power(34, sd=1.0, effect=0.5), 3)
     0.808
     """
     if n != int(n) or n < 2:
         raise ValueError(f"n must be a whole number of at least 2 pairs, got {n!r}")
-    _check_fraction("alpha", alpha)
-    _check_number("sd", sd)
-    _check_number("effect", effect)
-    if sd < 0:
-        raise ValueError(f"sd must not be negative, got {sd}")
+    _check_sizes(sd, effect, alpha)
     if sd == 0:
         return 1.0 if effect else alpha
     dof = int(n) - 1
@@ -207,20 +204,19 @@ def power(n: int, sd: float, effect: float, alpha: float = 0.05) -> float:
 
 
 def required_n(sd: float, effect: float, power: float = 0.8, alpha: float = 0.05) -> int:
-    """Pairs (seeds) a two-sided paired t-test needs to find a true mean difference `effect` with probability `power`.
+    """Pairs (seeds) that a two-sided paired t-test needs to find a true mean difference with a given probability.
 
-    The normal approximation ((z_(1-alpha/2) + z_power) sd/effect)^2 is the start; from there n moves to the smallest
-    whose exact power (see the function `power`) suffices. Above a million pairs the approximation itself is returned.
+    sd, effect, alpha: as in the function `power`
+    power: the probability
+
+    Starts from the normal approximation ((z_(1-alpha/2) + z_power) sd/effect)^2 and moves to the smallest n with enough
+    exact power. Above a million pairs the approximation itself is returned.
 
     >>> required_n(sd=1.0, effect=0.5)
     34
     """
     _check_fraction("power", power)
-    _check_fraction("alpha", alpha)
-    _check_number("sd", sd)
-    _check_number("effect", effect)
-    if sd < 0:
-        raise ValueError(f"sd must not be negative, got {sd}")
+    _check_sizes(sd, effect, alpha)
     if effect == 0:
         raise ValueError("effect must not be 0: no number of pairs finds a difference that is not there, got 0")
     z = NormalDist().inv_cdf(1 - alpha / 2)
@@ -228,46 +224,42 @@ def required_n(sd: float, effect: float, power: float = 0.8, alpha: float = 0.05
     n = max(2, math.ceil(start))
     if n > 1_000_000:
         return n
-    enough = _power_at(sd, effect, alpha)
-    while enough(n) < power:
+    while _power(n, sd, effect, alpha) < power:
         n += 1
-    while n > 2 and enough(n - 1) >= power:
+    while n > 2 and _power(n - 1, sd, effect, alpha) >= power:
         n -= 1
     return n
 
 
-def _power_at(sd: float, effect: float, alpha: float) -> Any:
-    return lambda n: power(n, sd, effect, alpha)  # out here, where `power` is the function
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Correlations
-# ---------------------------------------------------------------------------------------------------------------------
+_power = power  # which the parameter `power` of required_n shadows
 
 
 @dataclass(frozen=True)
 class Correlation:
-    """Pearson's r, its two-sided p-value and confidence interval, and the number of points behind it."""
+    """Pearson's correlation."""
 
-    r: float
-    p: float
-    n: int
-    low: float
-    high: float
+    r: float  # the coefficient
+    p: float  # two-sided
+    n: int  # points
+    low: float  # confidence interval of r
+    high: float  # its other end
 
 
 @dataclass(frozen=True)
 class PaperCorrelation(Correlation):
-    """The paper's correlation: of one class, the one whose value averaged over the settings is best."""
+    """The paper's correlation, of one class; other fields as in `Correlation`."""
 
-    best_class: int
+    best_class: int  # the class with the best mean over the settings
 
 
 def pearson(a: ArrayLike, b: ArrayLike, confidence: float = 0.95) -> Correlation:
     """Pearson's correlation of a and b, with the exact p-value under normality and Fisher's interval.
 
-    Pairs with a nan are dropped; n says how many remain. Two points always lie on a line: r is 1 or -1 and p is 1. If
-    a or b never varies, or with fewer than two points, r is nan.
+    a, b: numbers; pairs with a nan are dropped
+    confidence: of the interval
+
+    Two points always lie on a line: r is 1 or -1 and p is 1. If a or b is constant, or with fewer than two points, r is
+    nan.
 
     >>> result = pearson([1.0, 2.0, 3.0, 4.0], [1.0, 3.0, 2.0, 4.0])
     >>> round(result.r, 4), round(result.p, 4), result.n
@@ -293,16 +285,16 @@ def pearson(a: ArrayLike, b: ArrayLike, confidence: float = 0.95) -> Correlation
     return Correlation(r, p, n, math.tanh(math.atanh(r) - half), math.tanh(math.atanh(r) + half))
 
 
-def paper_correlations(values: Any, ap: ArrayLike, *, largest: bool = True) -> Any:
+def paper_correlations(values: ArrayLike, ap: ArrayLike, *, largest: bool = True) -> PaperCorrelation:
     """The paper's correlation of a class-geometry measure with average precision.
 
-    values, ap: (settings, classes), one row per G-softmax setting. The class whose value averaged over all settings is
-    best (largest, or with `largest=False` smallest) is picked, and its values are correlated with its average
-    precisions across the settings. A mapping of measures to such tables gives a mapping of results. Classes with a nan
-    anywhere are passed over.
+    The class whose value averaged over all settings is best is picked, and its values are correlated with its average
+    precisions across the settings.
 
-    The paper has five settings: few points, of one class picked for its values. Read n beside p, and see
-    `all_class_correlation`.
+    values, ap: (settings, classes), one row per G-softmax setting; classes with a nan are skipped
+    largest: whether the largest value is best, or the smallest
+
+    The paper has five settings: few points, of one class picked for its values. See also `all_class_correlation`.
 
     >>> values = [[1.0, 5.0], [2.0, 6.0], [3.0, 8.0]]
     >>> ap = [[0.5, 0.60], [0.4, 0.65], [0.6, 0.75]]
@@ -310,23 +302,21 @@ def paper_correlations(values: Any, ap: ArrayLike, *, largest: bool = True) -> A
     >>> result.best_class, round(result.r, 3), result.n
     (1, 1.0, 3)
     """
-    if isinstance(values, Mapping):
-        return {name: paper_correlations(table, ap, largest=largest) for name, table in values.items()}
     v, a = _tables(values, ap)
     complete = np.flatnonzero(~(np.isnan(v) | np.isnan(a)).any(0))
     if not len(complete):
         raise ValueError(f"values and ap must have a class without nan in all {len(v)} settings, got none")
     means = v[:, complete].mean(0)
     best = int(complete[means.argmax() if largest else means.argmin()])
-    c = pearson(v[:, best], a[:, best])
-    return PaperCorrelation(r=c.r, p=c.p, n=c.n, low=c.low, high=c.high, best_class=best)
+    return PaperCorrelation(**asdict(pearson(v[:, best], a[:, best])), best_class=best)
 
 
 def all_class_correlation(values: ArrayLike, ap: ArrayLike) -> Correlation:
     """Pearson's correlation of a measure with average precision over all (setting, class) points together.
 
-    values, ap: (settings, classes); points with a nan are left out. The settings of one class are not independent of
-    each other, so p is too small when there are several settings: read it as a description.
+    values, ap: (settings, classes); points with a nan are left out
+
+    The settings of one class are not independent, so p is too small when there are several: read it as a description.
 
     >>> round(all_class_correlation([[1.0, 5.0, 2.0], [2.0, 6.0, 3.0]], [[0.5, 0.7, 0.5], [0.5, 0.8, 0.6]]).r, 3)
     0.978
@@ -335,13 +325,11 @@ def all_class_correlation(values: ArrayLike, ap: ArrayLike) -> Correlation:
     return pearson(v.ravel(), a.ravel())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Student's distribution
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def t_two_sided(t: float, dof: float) -> float:
-    """P(|T| >= |t|) for Student's t with `dof` degrees of freedom, to about 1e-13 of itself however small.
+    """P(|T| >= |t|) for Student's t, with a relative error of about 1e-13 however small it is.
+
+    t: a number
+    dof: degrees of freedom
 
     It is the regularised incomplete beta function I_x(dof/2, 1/2) at x = dof/(dof + t^2).
 
@@ -370,7 +358,7 @@ def t_two_sided(t: float, dof: float) -> float:
 
 
 def t_cdf(t: float, dof: float) -> float:
-    """P(T <= t) for Student's t with `dof` degrees of freedom.
+    """P(T <= t) for Student's t; arguments as in `t_two_sided`.
 
     >>> t_cdf(0.0, 3), round(t_cdf(2.0, 10), 6)
     (0.5, 0.963306)
@@ -380,7 +368,9 @@ def t_cdf(t: float, dof: float) -> float:
 
 
 def t_quantile(q: float, dof: float) -> float:
-    """The t with P(T <= t) = q for Student's t with `dof` degrees of freedom.
+    """The t with P(T <= t) = q for Student's t.
+
+    q: a probability; dof: as in `t_two_sided`
 
     >>> round(t_quantile(0.975, 9), 6)
     2.262157
@@ -394,29 +384,17 @@ def t_quantile(q: float, dof: float) -> float:
     if q == 0.5:
         return 0.0
     target = 2 * min(q, 1 - q)  # two-sided
-    # Newton's method on log p as a function of log t (nearly linear in the tails), kept inside a bracket.
-    log_scale = _log_gamma_half_step(dof / 2) - math.log(dof * math.pi) / 2
+    # Bisection of log t.
     low, high = -745.0, 1.0
     while t_two_sided(math.exp(high), dof) > target:
         low, high = high, 2 * high
         if high > 700:
             return math.copysign(math.inf, q - 0.5)
-    s = math.log(max(NormalDist().inv_cdf(1 - target / 2), 1e-300)) if target > 1e-15 else (low + high) / 2
-    for _ in range(200):
-        if not low < s < high:
-            s = (low + high) / 2
-        t = math.exp(s)
-        p = t_two_sided(t, dof)
-        if p > target:
+    while low < (s := (low + high) / 2) < high:
+        if t_two_sided(math.exp(s), dof) > target:
             low = s
         else:
             high = s
-        density = math.exp(log_scale - (dof + 1) / 2 * math.log1p(t * t / dof)) if t < 1e150 else 0.0
-        slope = 2 * density * t / p if p > 0 else 0.0
-        step = math.log(p / target) / slope if slope > 0 and p > 0 else math.inf
-        s += step
-        if abs(step) < 2e-16 or high - low < 1e-16 * abs(high):
-            break
     return math.copysign(math.exp(s), q - 0.5)
 
 
@@ -463,11 +441,6 @@ def _bulk_series(a: float, y: float) -> float:
     return total
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Input
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def _array(value: ArrayLike, name: str) -> np.ndarray:
     if hasattr(value, "detach"):  # a torch tensor, without importing torch
         value = value.detach().cpu().double().numpy()
@@ -506,6 +479,10 @@ def _check_fraction(name: str, value: float) -> None:
         raise ValueError(f"{name} must be between 0 and 1, got {value}")
 
 
-def _check_number(name: str, value: float) -> None:
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, got {value}")
+def _check_sizes(sd: float, effect: float, alpha: float) -> None:
+    _check_fraction("alpha", alpha)
+    for name, value in (("sd", sd), ("effect", effect)):
+        if not math.isfinite(value):
+            raise ValueError(f"{name} must be a finite number, got {value}")
+    if sd < 0:
+        raise ValueError(f"sd must not be negative, got {sd}")
