@@ -18,7 +18,7 @@ class Measure:
     key: str  # as in metrics.jsonl
     label: str  # as in tables and figures, without the unit
     percent: bool = False  # a fraction that is shown as percent
-    smaller_is_better: bool = False
+    smaller_is_better: bool = False  # else larger is better
 
     @property
     def scale(self) -> float:
@@ -63,7 +63,9 @@ MULTI = ("mAP", "C_F1_mean", "O_F1", *_GEOMETRY_AND_CALIBRATION)
 
 
 def find(key: str) -> Measure:
-    """The measure of a key of a result; a key that is not known stands for itself.
+    """The measure of a key; an unknown key is its own title.
+
+    key: of a result
 
     >>> find("dprime").title, find("ood_probability digits").title, find("loss").title
     ('d′', 'AUROC %, probability, digits', 'loss')
@@ -75,7 +77,7 @@ def find(key: str) -> Measure:
 
 
 class _Detection(Measure):
-    """AUROC of telling other data apart by one score."""
+    """AUROC of OOD detection with one score."""
 
     @property
     def title(self) -> str:
@@ -83,7 +85,9 @@ class _Detection(Measure):
 
 
 def ordered(keys: Iterable[str]) -> tuple[str, ...]:
-    """The measures that a comparison of such results tests: those of one label or of several, then detection.
+    """The measures that a comparison tests: those of single-label or multi-label data, then detection.
+
+    keys: of its results
 
     >>> ordered(["seconds", "error", "ood_energy digits", "nll"])[-2:]
     ('ece', 'ood_energy digits')
@@ -93,5 +97,8 @@ def ordered(keys: Iterable[str]) -> tuple[str, ...]:
 
 
 def headline(multilabel: bool) -> Measure:
-    """The measure that a verdict is about."""
+    """The measure that verdicts are about.
+
+    multilabel: of the data
+    """
     return MEASURES["mAP" if multilabel else "error"]

@@ -1,11 +1,9 @@
-"""Out-of-distribution detection: does an image look like the training data, judged by the classifier's outputs alone?
+"""Out-of-distribution detection from a classifier's outputs. Single label only, in float64.
 
 `scores` gives every image several numbers, larger meaning more like the training data: the usual ones (the highest
 probability, the highest output, the energy) and the density of the outputs under Gaussians, either the (mu, sigma) that
-a G-softmax head has learned or those measured on any model's training outputs. `auroc`, `fpr_at` and `detection` say
-how well a score tells test images of the known classes (inside) from images of something else (outside).
-
-Single label only, everything in float64.
+a G-softmax head has learned or those measured on any model's training outputs. `auroc`, `fpr_at` and `detection`
+measure how well a score separates test images of the known classes (inside) from other images (outside).
 """
 
 from __future__ import annotations
@@ -23,11 +21,11 @@ __all__ = ["DEVIATION_FLOOR", "auroc", "detection", "fpr_at", "scores"]
 
 ArrayLike = Any  # a torch tensor, a NumPy array, or (nested) lists of numbers
 
-# A measured deviation is never taken to be smaller than this share of the median one. An output that did not vary over
-# the training images of a class would otherwise give any other value a density of zero.
+# Lower bound of measured deviations, as a fraction of the median one. An output that was constant over the training
+# images of a class would otherwise give any other value a density of zero.
 DEVIATION_FLOOR = 1e-3
 
-_BLOCK = 2**18  # elements of (images, classes, outputs) worked on at a time: 2 MB, which stays in cache
+_BLOCK = 2**18  # elements of (images, classes, outputs) processed at a time: 2 MB, which stays in cache
 
 
 @torch.no_grad()
@@ -48,15 +46,17 @@ def scores(
     * `energy`: log sum_j exp x_j (Liu and others);
     * `learned`, with mu and sigma: log N(x_k; mu_k, sigma_k);
     * `empirical`, with stats: log N(x_k; m_kk, s_kk), the mean and deviation of output k over the training images of k;
-    * `empirical_all`, with stats: max_c sum_j log N(x_j; m_cj, s_cj), all outputs under the nearest class. It takes
-      O(N C^2) time, and it is not given when the statistics are pooled, as these don't hold every output's Gaussian.
+    * `empirical_all`, with stats that are not pooled: max_c sum_j log N(x_j; m_cj, s_cj), all outputs under the nearest
+      class, in O(N C^2) time.
 
-    x: (N, C) raw outputs; p: (N, C) probabilities, in float64 where possible (near 1 a float32 makes ties); mu, sigma:
-    (C,) a head's Gaussians; stats: the statistics of the *training* outputs.
+    x: (N, C) raw outputs
+    p: (N, C) probabilities, in float64 if possible (near 1 a float32 creates ties)
+    mu, sigma: (C,) a head's Gaussians
+    stats: the statistics of the *training* outputs
 
     A class with fewer than 2 training images, or whose statistics aren't finite, has no measured Gaussian: it is left
     out of the maximum of `empirical_all`, and for `empirical` k is the most probable of the other classes. Measured
-    deviations are held at or above `DEVIATION_FLOOR` times the median of the positive ones.
+    deviations are at least `DEVIATION_FLOOR` times the median of the positive ones.
 
     >>> x = torch.tensor([[4.0, 0.0], [9.0, 0.0]])
     >>> found = scores(x, x.double().softmax(1), mu=torch.tensor([4.0, 4.0]), sigma=torch.ones(2))
@@ -90,23 +90,23 @@ def scores(
 def auroc(inside: ArrayLike, outside: ArrayLike) -> float:
     """Area under the ROC curve, P(inside > outside) + P(inside = outside)/2 of a pair drawn at random.
 
-    inside: (N,) and outside: (M,) scores, infinite ones too. 1 is perfect, 0.5 is chance.
+    inside, outside: (N,) and (M,) scores, infinite ones too; 1 is perfect, 0.5 is chance
 
     >>> auroc([3.0, 2.0], [2.0, 1.0])
     0.875
     """
     inside, outside = _ranked(inside=inside, outside=outside)
-    # A score wins against the outside ones below it and half wins against those equal to it. Counts are whole numbers,
-    # so nothing is rounded before the division.
+    # The pairs that the inside score wins, plus half of the ties, counted in integers.
     below = torch.searchsorted(outside, inside)
     not_above = torch.searchsorted(outside, inside, right=True)
     return int((below + not_above).sum()) / (2 * len(inside) * len(outside))
 
 
 def fpr_at(inside: ArrayLike, outside: ArrayLike, share: float = 0.95) -> float:
-    """False positive rate: the share of outside that passes the strictest threshold which `share` of inside passes.
+    """False positive rate at the threshold where the true positive rate is at least `share`; 0 is perfect.
 
-    A score passes when it is at least as large as the threshold. 0 is perfect.
+    inside, outside: as in `auroc`
+    share: of the inside scores at or above the threshold
 
     >>> fpr_at([4.0, 3.0, 2.0, 1.0], [2.5, 0.5], share=0.75)
     0.5
@@ -121,7 +121,9 @@ def fpr_at(inside: ArrayLike, outside: ArrayLike, share: float = 0.95) -> float:
 
 
 def detection(inside: Mapping[str, ArrayLike], outside: Mapping[str, ArrayLike]) -> dict[str, float]:
-    """AUROC of every score that both have, as `{"ood_" + name: auroc}`; inside, outside: what `scores` gave.
+    """AUROC of every score that both have, as `{"ood_" + name: auroc}`.
+
+    inside, outside: from `scores`
 
     >>> detection({"output": [3.0, 2.0], "energy": [1.0]}, {"output": [1.0, 0.0]})
     {'ood_output': 1.0}
@@ -171,8 +173,8 @@ def _log_density(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 def _highest_log_density(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """max_c sum_j log N(x_j; mean_cj, std_cj): x (N, outputs), mean and std (classes, outputs) to (N,)."""
-    # The squares could be multiplied out and made of three matrix products, many times faster, but where a deviation is
-    # small beside its mean (the floor, say) what is left after the cancellation would be noise.
+    # Expanding the square into three matrix products would be many times faster, but loses all digits where a deviation
+    # is small relative to its mean.
     top = -(std.log() + math.log(2 * math.pi) / 2).sum(1)  # (classes,)
     rows = x.split(max(1, _BLOCK // mean.numel()))
     return torch.cat([(top - ((part[:, None] - mean) / std).square_().sum(2) / 2).amax(1) for part in rows])

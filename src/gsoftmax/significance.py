@@ -247,7 +247,10 @@ class Correlation:
 
 @dataclass(frozen=True)
 class PaperCorrelation(Correlation):
-    """The paper's correlation, of one class; other fields as in `Correlation`."""
+    """The paper's correlation, of one class.
+
+    r, p, n, low, high: as in `Correlation`
+    """
 
     best_class: int  # the class with the best mean over the settings
 

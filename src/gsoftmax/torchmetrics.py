@@ -1,12 +1,12 @@
-"""The metrics and class statistics as `torchmetrics.Metric` objects: fed per batch, synchronised across processes.
+"""The metrics and class statistics as `torchmetrics.Metric` objects: updated per batch, synchronised across processes.
 
 Thin: each holds state and calls the plain function or class it is named after, where the definitions are. Needs the
-torchmetrics package; nothing else in this library does.
+torchmetrics package; nothing else in this library does. Keyword arguments not described here go to `Metric`.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -19,14 +19,13 @@ from .geometry import ClassGeometry, ClassStatistics, merge_tables
 
 __all__ = ["AveragePrecisionMetric", "ClassGeometryMetric", "MultilabelReportMetric", "Top1ErrorMetric"]
 
-AVERAGES = ("macro", None)
-
 
 class ClassGeometryMetric(Metric):
-    """Compactness, separability, ratio, relative sigma and d' of the classes; see `geometry.ClassStatistics`.
+    """Compactness, separability, ratio, relative sigma and d' of the classes; `compute()` returns them in a dict.
 
-    `update(x, y)` as there; `compute()` gives a dict of the five, averaged over the classes that have them
-    (`average="macro"`) or per class, (m,) (`average=None`); `geometry()` the whole `ClassGeometry`.
+    average: "macro" for the mean over the classes that have a measure, or None for (m,) numbers per class
+    num_classes, multilabel, pooled, ignore_index: as in `geometry.ClassStatistics`
+    x, y: a batch, as in `ClassStatistics.update`
 
     >>> metric = ClassGeometryMetric(2)
     >>> metric.update(torch.tensor([[2.0, 0.0], [3.0, 1.0], [0.0, 3.0], [1.0, 5.0]]), torch.tensor([0, 0, 1, 1]))
@@ -52,12 +51,12 @@ class ClassGeometryMetric(Metric):
     ) -> None:
         super().__init__(**kwargs)
         self.average = _check_average(average)
-        statistics = ClassStatistics(num_classes, multilabel=multilabel, pooled=pooled, ignore_index=ignore_index)
-        self.num_classes, self.multilabel, self.pooled = num_classes, statistics.multilabel, statistics.pooled
-        self.ignore_index = ignore_index
-        # The statistics' one table is the state; tables of processes are merged in the order of their ranks.
-        merge = partial(_merge_tables, counts=statistics.counts)
-        self.add_state("table", default=statistics.allocated(torch.device("cpu")), dist_reduce_fx=merge)
+        new = ClassStatistics(num_classes, multilabel=multilabel, pooled=pooled, ignore_index=ignore_index)
+        self.options = {"multilabel": new.multilabel, "pooled": new.pooled, "ignore_index": ignore_index}
+        self.num_classes = num_classes
+        # The statistics' table is the state; the tables of processes are merged in the order of their ranks.
+        merge = partial(reduce, partial(merge_tables, counts=new.counts))
+        self.add_state("table", default=new.allocated(torch.device("cpu")), dist_reduce_fx=merge)
 
     def update(self, x: Tensor, y: Tensor) -> None:
         self.table = self._statistics().update(x, y).allocated(self.table.device)
@@ -72,22 +71,52 @@ class ClassGeometryMetric(Metric):
             return self._statistics().geometry()
 
     def set_dtype(self, dst_type: str | torch.dtype) -> ClassGeometryMetric:
-        """Does nothing: statistics are kept in float64, or they would not be worth keeping."""
+        """Does nothing: statistics stay in float64, to keep their precision.
+
+        dst_type: ignored
+        """
         return self
 
     def _statistics(self) -> ClassStatistics:
-        statistics = ClassStatistics(
-            self.num_classes, multilabel=self.multilabel, pooled=self.pooled, ignore_index=self.ignore_index
-        )
+        statistics = ClassStatistics(self.num_classes, **self.options)
         statistics.table = self.table
         return statistics
 
 
-class MultilabelReportMetric(Metric):
-    """mAP, C-P, C-R, C-F1, O-P, O-R, O-F1; see `metrics.multilabel_report`.
+class _Pairs(Metric):
+    """Keeps the scores and targets of all batches."""
 
-    `update(scores, target)` takes (N, L) each; `compute()` gives a dict of the summary's numbers, `report()` the whole
-    `MultilabelReport`.
+    is_differentiable = False
+    higher_is_better = True
+    full_state_update = False
+
+    pairs: list[Tensor]
+
+    def __init__(self, num_labels: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.num_labels = num_labels
+        self.add_state("pairs", default=[], dist_reduce_fx="cat")
+
+    def update(self, scores: Tensor, target: Tensor) -> None:
+        # Side by side in one tensor, so that they stay aligned and are gathered in one collective; flat, because a
+        # process without data takes part with an empty one-dimensional float32 tensor.
+        if scores.ndim != 2 or scores.shape[1] != self.num_labels or target.shape != scores.shape:
+            got = f"{tuple(scores.shape)} and {tuple(target.shape)}"
+            raise ValueError(f"scores and target must both have the shape (N, {self.num_labels}), got {got}")
+        scores = scores.detach()
+        if scores.dtype != torch.float64:
+            scores = scores.float()
+        self.pairs.append(torch.cat([scores, target.to(scores)], dim=1).flatten())
+
+    def _unpair(self) -> tuple[Tensor, ...]:
+        flat = dim_zero_cat(self.pairs) if len(self.pairs) else torch.empty(0)
+        return flat.reshape(-1, 2 * self.num_labels).split(self.num_labels, dim=1)
+
+
+class MultilabelReportMetric(_Pairs):
+    """mAP, C-P, C-R, C-F1, O-P, O-R, O-F1 in a dict; see `metrics.multilabel_report`.
+
+    num_labels: L of the (N, L) scores and targets
 
     >>> metric = MultilabelReportMetric(2)
     >>> metric.update(torch.tensor([[0.9, 0.2], [0.6, 0.7], [0.1, 0.8]]), torch.tensor([[1, 0], [0, 1], [0, 1]]))
@@ -95,33 +124,26 @@ class MultilabelReportMetric(Metric):
     0.75
     """
 
-    is_differentiable = False
-    higher_is_better = True
-    full_state_update = False
-
-    pairs: list[Tensor]
-
     def __init__(self, num_labels: int, *, threshold: float = 0.5, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.num_labels, self.threshold = num_labels, threshold
-        self.add_state("pairs", default=[], dist_reduce_fx="cat")
-
-    def update(self, scores: Tensor, target: Tensor) -> None:
-        self.pairs.append(_pair(scores, target, self.num_labels))
+        super().__init__(num_labels, **kwargs)
+        self.threshold = threshold
 
     def compute(self) -> dict[str, Tensor]:
-        summary = metrics.multilabel_report(*_unpair(self.pairs, self.num_labels), self.threshold).summary()
+        summary = metrics.multilabel_report(*self._unpair(), self.threshold).summary()
         del summary["threshold"]
         return {name: torch.tensor(value, dtype=torch.float64, device=self.device) for name, value in summary.items()}
 
     def report(self) -> metrics.MultilabelReport:
         """The numbers with the per-class arrays behind them, of all processes' data."""
         with self.sync_context(dist_sync_fn=self.dist_sync_fn):
-            return metrics.multilabel_report(*_unpair(self.pairs, self.num_labels), self.threshold)
+            return metrics.multilabel_report(*self._unpair(), self.threshold)
 
 
-class AveragePrecisionMetric(Metric):
-    """Average precision, per class (`average=None`) or its mean (`average="macro"`); see `metrics.average_precision`.
+class AveragePrecisionMetric(_Pairs):
+    """Average precision; see `metrics.average_precision`.
+
+    num_labels: L of the (N, L) scores and targets
+    average: "macro" for the mean over labels, or None for (L,) numbers per label
 
     >>> metric = AveragePrecisionMetric(1, style="voc12")
     >>> metric.update(torch.tensor([[0.9], [0.8], [0.7]]), torch.tensor([[1], [0], [1]]))
@@ -129,24 +151,14 @@ class AveragePrecisionMetric(Metric):
     0.8333
     """
 
-    is_differentiable = False
-    higher_is_better = True
-    full_state_update = False
-
-    pairs: list[Tensor]
-
     def __init__(self, num_labels: int, *, style: str = "exact", average: str | None = "macro", **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+        super().__init__(num_labels, **kwargs)
         if style not in metrics.STYLES:
             raise ValueError(f"style must be one of {', '.join(metrics.STYLES)}, got {style!r}")
-        self.num_labels, self.style, self.average = num_labels, style, _check_average(average)
-        self.add_state("pairs", default=[], dist_reduce_fx="cat")
-
-    def update(self, scores: Tensor, target: Tensor) -> None:
-        self.pairs.append(_pair(scores, target, self.num_labels))
+        self.style, self.average = style, _check_average(average)
 
     def compute(self) -> Tensor:
-        per_class = metrics.average_precision(*_unpair(self.pairs, self.num_labels), style=self.style)
+        per_class = metrics.average_precision(*self._unpair(), style=self.style)
         return per_class.nanmean() if self.average else per_class
 
 
@@ -178,7 +190,7 @@ class Top1ErrorMetric(Metric):
                 "scores must be (N, C) or (N, C, d1, ...) and target (N,) or (N, d1, ...), "
                 f"got {tuple(scores.shape)} and {tuple(target.shape)}"
             )
-        if target.device.type == "cpu":  # says what is wrong; on a GPU it would make the host wait
+        if target.device.type == "cpu":  # checks the labels; on a GPU it would synchronize
             metrics.top1_error(scores, target, ignore_index=self.ignore_index)
         used = target != self.ignore_index
         self.wrong += ((scores.argmax(1) != target) & used).sum()
@@ -188,37 +200,8 @@ class Top1ErrorMetric(Metric):
         return self.wrong.double() / self.total
 
 
-def _merge_tables(tables: Tensor, counts: int) -> Tensor:
-    """(processes, m + 1, width) tables of class statistics to one, in order."""
-    total = tables[0]
-    for table in tables[1:]:
-        total = merge_tables(total, table, counts)
-    return total
-
-
-def _pair(scores: Tensor, target: Tensor, num_labels: int) -> Tensor:
-    """Scores and target side by side in one flat tensor.
-
-    One tensor, so that they stay together and cross between processes at once; flat, because a process without data
-    takes part in the exchange with an empty one-dimensional float32 tensor.
-    """
-    if scores.ndim != 2 or scores.shape[1] != num_labels or target.shape != scores.shape:
-        got = f"{tuple(scores.shape)} and {tuple(target.shape)}"
-        raise ValueError(f"scores and target must both have the shape (N, {num_labels}), got {got}")
-    scores = scores.detach()
-    if scores.dtype != torch.float64:
-        scores = scores.float()
-    return torch.cat([scores, target.to(scores)], dim=1).flatten()
-
-
-def _unpair(pairs: Tensor | list[Tensor], num_labels: int) -> tuple[Tensor, Tensor]:
-    flat = dim_zero_cat(pairs) if len(pairs) else torch.empty(0)
-    scores, target = flat.reshape(-1, 2 * num_labels).split(num_labels, dim=1)
-    return scores, target
-
-
 def _check_average(average: str | None) -> str | None:
-    average = None if average == "none" else average  # torchmetrics takes both
-    if average not in AVERAGES:
+    average = None if average == "none" else average  # torchmetrics accepts both
+    if average not in ("macro", None):
         raise ValueError(f"average must be 'macro' or None, got {average!r}")
     return average
