@@ -52,7 +52,11 @@ class ClassGeometryMetric(Metric):
         super().__init__(**kwargs)
         self.average = _check_average(average)
         new = ClassStatistics(num_classes, multilabel=multilabel, pooled=pooled, ignore_index=ignore_index)
-        self.options = {"multilabel": new.multilabel, "pooled": new.pooled, "ignore_index": ignore_index}
+        self.options: dict[str, Any] = {
+            "multilabel": new.multilabel,
+            "pooled": new.pooled,
+            "ignore_index": ignore_index,
+        }
         self.num_classes = num_classes
         # The statistics' table is the state; the tables of processes are merged in the order of their ranks.
         merge = partial(reduce, partial(merge_tables, counts=new.counts))
@@ -108,9 +112,10 @@ class _Pairs(Metric):
             scores = scores.float()
         self.pairs.append(torch.cat([scores, target.to(scores)], dim=1).flatten())
 
-    def _unpair(self) -> tuple[Tensor, ...]:
+    def _unpair(self) -> tuple[Tensor, Tensor]:
         flat = dim_zero_cat(self.pairs) if len(self.pairs) else torch.empty(0)
-        return flat.reshape(-1, 2 * self.num_labels).split(self.num_labels, dim=1)
+        both = flat.reshape(-1, 2 * self.num_labels)
+        return both[:, : self.num_labels], both[:, self.num_labels :]
 
 
 class MultilabelReportMetric(_Pairs):
