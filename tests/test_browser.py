@@ -171,7 +171,7 @@ def test_figures_draw_what_is_chosen(visit):
     # bars, as hovering tells them
     tab.select_option("#measure", "separability")
     bars = rows(tab, "bars", "rect")
-    assert [r["value"] for r in bars if r["class"] == "plain"] == pytest.approx(
+    assert [r["value"] for r in bars if r["name"] == "plain"] == pytest.approx(
         [expected(h, 2, 2)[3] for h in HEADS], rel=1e-9
     )
     bar = tab.locator("[data-figure=bars] .mark-rect path")

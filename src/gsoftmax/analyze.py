@@ -201,7 +201,7 @@ class _Tally:
         nll = -np.maximum(log_true, _LOG_P_MIN)
         if self.file.multilabel:
             has = y.astype(bool)
-            self.rows.append({"wrong": ((p >= 0.5) != has).mean(1), "nll": nll.mean(1), "clipped": clipped.any(1)})
+            self.rows.append({"wrong": ((p >= 0.5) != has).mean(1), "nll": nll.mean(1), "clipped": np.any(clipped, 1)})
             self.scores.append((p[:, : self.columns].copy(), has[:, : self.columns].copy()))
         else:
             rows = {"y": y, "wrong": np.asarray(p.argmax(1) != y), "nll": nll, "clipped": clipped}

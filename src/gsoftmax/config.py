@@ -134,6 +134,15 @@ class Config:
             new[name] = value
         return dataclasses.replace(self, **new)
 
+    def head_text(self) -> str:
+        """The head as it is written on a command line.
+
+        >>> Config(head="gsoftmax", head_options={"lam": 4, "gaussians": "tracked"}).head_text()
+        'gsoftmax(lam=4, gaussians=tracked)'
+        """
+        options = ", ".join(f"{k}={v}" for k, v in self.head_options.items())
+        return f"{self.head}({options})" if options else self.head
+
     def identity(self) -> dict[str, Any]:
         """The keys that decide the result: all except device, parallelism, evaluation and checkpoint intervals."""
         where = ("device", "workers", "evaluate_every", "checkpoint_every", "checkpoint_minutes", "parallel")

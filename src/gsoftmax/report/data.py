@@ -1,15 +1,15 @@
 """The document: everything a report shows, as plain lists and numbers that can be written as JSON.
 
 Tables, figures and the page read nothing else, so they work the same from a comparison, from run folders, from
-anybody's outputs, and from a document that was saved.  nan and inf are None.
+files of outputs, and from a document that was saved.  nan and inf are None.
 
     title, kind ("compare" or "analyze"), verdicts, notes, multilabel, classes, heads, seeds, splits, measures
-    metrics        metric -> head -> values (one a seed), mean, sd, low, high (interval of the mean), paired
-    geometry       one entry a (head, seed, split): the measures of every class, count, own, other, overall, learned,
+    metrics        metric -> head -> values (one per seed), mean, sd, low, high (interval of the mean), paired
+    geometry       one entry per (head, seed, split): the measures of every class, count, own, other, overall, learned,
                    learned_measures, nearest
-    points         one a (head, seed): c class, own, j output, x, p
-    calibration    one a (head, seed): count, confidence, right
-    curves         one a (head, seed): epoch, loss, lr, ...
+    points         one per (head, seed): c class, own, j output, x, p
+    calibration    one per (head, seed): count, confidence, right (accuracy)
+    curves         one per (head, seed): epoch, loss, lr, ...
     over_classes   head -> measure -> paired difference from the first head
     over_images    paired and mcnemar, of two models on the same images
     correlations   of geometry with the classes' scores
@@ -32,7 +32,6 @@ import numpy as np
 
 from .. import geometry, measures, significance
 from ..analyze import MOST_POINTS, Analysis, Comparison, analyze, class_gaussians
-from ..config import Config
 from ..runs import environment, folder_name, read_config, read_result, read_rows
 from ..summary import correct, summary_of, verdicts
 from ..tables import p_value, plain, signed
@@ -43,23 +42,21 @@ PAPER = ("compactness", "separability", "ratio")
 _MOST_EPOCHS = 200  # of a learning curve
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# From runs
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def from_comparison(summary: Mapping[str, Any], out: str | os.PathLike[str], title: str) -> Document:
-    """The document of a comparison: its summary, and its runs `out`/HEAD/seed-N."""
-    runs = {
-        (head, seed): Path(out) / folder_name(head) / f"seed-{seed}"
-        for head in summary["heads"]
-        for seed in summary["seeds"]
-    }
+    """The document of a comparison.
+
+    summary: as `compare` returns it; out: the folder with the runs HEAD/seed-N; title: of the report
+    """
+    heads, seeds = summary["heads"], summary["seeds"]
+    runs = {(head, seed): Path(out) / folder_name(head) / f"seed-{seed}" for head in heads for seed in seeds}
     return _from_runs(summary, runs, title)
 
 
 def from_runs(paths: Sequence[str | os.PathLike[str]], title: str | None = None) -> Document:
-    """The document of run folders, or of the folder of one comparison."""
+    """The document of finished runs.  Softmax, or else the first head, is the reference.
+
+    paths: run folders, or the folder of one comparison; title: of the report
+    """
     folders = [Path(p) for p in paths]
     if not folders:
         raise ValueError("report needs at least one run folder")
@@ -74,7 +71,7 @@ def from_runs(paths: Sequence[str | os.PathLike[str]], title: str | None = None)
             raise ValueError(f"{folder} holds neither a finished run nor a comparison")
         _check_result(result, folder / "metrics.jsonl")
         kinds.setdefault(config.data, folder)
-        runs = found.setdefault(head_name(config), {})
+        runs = found.setdefault(config.head_text(), {})
         if config.seed in runs:
             raise ValueError(f"{folder} and {runs[config.seed][0]} hold the same head and seed")
         runs[config.seed] = folder, result
@@ -94,7 +91,7 @@ def from_runs(paths: Sequence[str | os.PathLike[str]], title: str | None = None)
 
 
 def _read_summary(path: Path) -> dict[str, Any]:
-    """The summary of a comparison, refused unless every number that a report shows is there."""
+    """The validated summary of a comparison."""
     try:
         summary = json.loads(path.read_text("utf-8"))
         heads, seeds, metrics = summary["heads"], summary["seeds"], summary["metrics"]
@@ -123,21 +120,11 @@ def _read_summary(path: Path) -> dict[str, Any]:
 def _check_result(result: Mapping[str, Any], path: Path) -> None:
     lacking = [m for m in (*measures.ordered(result), "seconds") if not _is_number(result.get(m))]
     if lacking:
-        raise ValueError(f"the last line of {path} must have a number for {lacking[0]!r}, and has none")
+        raise ValueError(f"the last line of {path} must have a number for {lacking[0]!r}")
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def head_name(config: Config) -> str:
-    """A head as it is written on the command line.
-
-    >>> head_name(Config(head="gsoftmax", head_options={"lam": 4, "gaussians": "tracked"}))
-    'gsoftmax(lam=4, gaussians=tracked)'
-    """
-    options = ", ".join(f"{k}={v}" for k, v in config.head_options.items())
-    return f"{config.head}({options})" if options else config.head
 
 
 def _from_runs(summary: Mapping[str, Any], runs: Mapping[tuple[str, int], Path], title: str) -> Document:
@@ -148,7 +135,7 @@ def _from_runs(summary: Mapping[str, Any], runs: Mapping[tuple[str, int], Path],
     ready = {key: run for key, run in runs.items() if (run / "outputs.safetensors").exists()}
     if len(ready) < len(runs):
         doc["notes"].append(
-            f"{len(runs) - len(ready)} of {len(runs)} runs have no outputs: the figures do without them"
+            f"{len(runs) - len(ready)} of {len(runs)} runs have no outputs: they are not in the figures"
         )
     found: dict[tuple[str, int], Analysis] = {}
     notes: dict[str, int] = {}
@@ -160,11 +147,10 @@ def _from_runs(summary: Mapping[str, Any], runs: Mapping[tuple[str, int], Path],
         for note in a.notes:
             notes[note] = notes.get(note, 0) + 1
     doc["notes"] += [note if n == len(ready) else f"{note} (in {n} of {len(ready)} runs)" for note, n in notes.items()]
-    doc["over_classes"] = {
-        head: _json(_paired_over_classes(found, heads[0], head))
-        for head in heads[1:]
-        if (heads[0], seeds[0]) in found and (head, seeds[0]) in found
-    }
+    for head in heads[1:]:
+        if (heads[0], seeds[0]) in found and (head, seeds[0]) in found:
+            first, second = (_over_seeds([a for (h, _), a in found.items() if h == name]) for name in (heads[0], head))
+            doc["over_classes"][head] = _json({m: significance.paired(first[m], second[m]) for m in first})
     correct([test for tests in doc["over_classes"].values() for test in tests.values()])
     doc["correlations"] = _correlations(found)
     _add_origin(doc, list(ready.values()))
@@ -208,15 +194,13 @@ def _add_origin(doc: Document, runs: Sequence[Path]) -> None:
     doc["environment"] = doc["environment"] or _json(environment())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# From anybody's outputs
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def from_analysis(
     first: Analysis, second: Analysis | None = None, comparison: Comparison | None = None, title: str | None = None
 ) -> Document:
-    """The document of one model's outputs, or of two models' on the same images."""
+    """The document of one model's outputs, or of two models' on the same images.
+
+    first, second, comparison: as `compare_outputs` returns them, or the first alone; title: of the report
+    """
     both = [first] if second is None else [first, second]
     heads = [a.name for a in both]
     doc = _blank(title or " against ".join(reversed(heads)), "analyze", heads, [0], first.multilabel)
@@ -253,66 +237,42 @@ def _alone(a: Analysis) -> str:
         if not np.isfinite(values).any():
             sentence += f"; no {measure}, no class allows it"
             continue
-        low, high = int(np.nanargmin(values)), int(np.nanargmax(values))
-        mean = _number(float(np.nanmean(values)))
-        sentence += f"; {measure} {mean}"
-        if low != high:
-            sentence += (
-                f" on average, from {_number(values[low])} ({plain(a.classes[low])}) to {_number(values[high])} "
-                f"({plain(a.classes[high])})"
-            )
+        sentence += f"; {measure} {np.nanmean(values):.4g}"
+        ends = [f"{values[c]:.4g} ({plain(a.classes[c])})" for c in (np.nanargmin(values), np.nanargmax(values))]
+        if ends[0] != ends[1]:
+            sentence += f" on average, from {ends[0]} to {ends[1]}"
     return sentence + "."
 
 
 def _against(a: Analysis, b: Analysis, found: Comparison) -> str:
     d = found.images["error"]
-    what, p = ("labels wrong", d.p) if found.mcnemar is None else ("error", found.mcnemar.p)
-    if not p <= 0.05:
-        shown = "no difference shown"
-    else:
-        test = "" if found.mcnemar is None else "McNemar "
-        shown = f"{'better' if d.difference < 0 else 'worse'}, {test}p {p_value(p)}"
+    what, test, p = ("labels wrong", "", d.p) if found.mcnemar is None else ("error", "McNemar ", found.mcnemar.p)
+    shown = significance.verdict(d.difference, p, smaller_is_better=True)
+    if p < significance.ALPHA:
+        shown += f", {test}p {p_value(p)}"
     sentence = f"{b.name} against {a.name}, {d.n:,} images: {what} {signed(100 * d.difference)} points"
     if not math.isnan(d.low):
         sentence += f", interval {signed(100 * d.low)} to {signed(100 * d.high)}"
     sentence += f": {shown}"
     for measure in PAPER:
-        g, base = found.classes[measure], float(np.nanmean(_or_nan(getattr(a.geometry, measure).numpy())))
+        g, base = found.classes[measure], a.geometry.average()[measure]
         if g.n and base:
             percent = round(100 * g.difference / base) or 0  # no -0
             sentence += f"; {measure} {percent:+d} %, p {p_value(g.p)} over {g.n} classes"
     return sentence + "."
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Parts
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def _blank(title: str, kind: str, heads: Sequence[str], seeds: Sequence[int], multilabel: bool) -> Document:
+    lists = ("verdicts", "notes", "classes", "geometry", "points", "calibration", "curves", "commands")
     return {
-        "title": title,
-        "kind": kind,
-        "verdicts": [],
-        "notes": [],
-        "multilabel": multilabel,
-        "classes": [],
-        "heads": list(heads),
-        "seeds": list(seeds),
+        **{key: [] for key in lists},
+        **{key: {} for key in ("metrics", "over_classes", "config", "environment")},
+        **{"title": title, "kind": kind, "multilabel": multilabel, "heads": list(heads), "seeds": list(seeds)},
         "splits": ["test"],
         "measures": [*geometry.MEASURES, "AP" if multilabel else "accuracy"],
-        "metrics": {},
         "smaller_is_better": [m.key for m in measures.MEASURES.values() if m.smaller_is_better],
-        "geometry": [],
-        "points": [],
-        "calibration": [],
-        "curves": [],
-        "over_classes": {},
         "over_images": None,
         "correlations": None,
-        "config": {},
-        "environment": {},
-        "commands": [],
     }
 
 
@@ -323,10 +283,9 @@ def _add_analysis(doc: Document, a: Analysis, head: str, seed: int) -> None:
     if a.learned is not None:
         row["learned"] = _json(a.learned)
         mu, sigma = a.learned.T
-        if a.multilabel:  # one Gaussian a label is not a set of classes to tell apart
-            learned = {"compactness": geometry.compactness(sigma)}
-        else:
-            learned = {m: getattr(geometry, m)(*((sigma,) if m == "compactness" else (mu, sigma))) for m in PAPER}
+        learned = {"compactness": geometry.compactness(sigma)}
+        if not a.multilabel:  # separability between labels is undefined
+            learned |= {m: getattr(geometry, m)(mu, sigma) for m in PAPER[1:]}
         row["learned_measures"] = _json(learned)
     doc["geometry"].append(row)
     if a.train is not None:
@@ -349,27 +308,20 @@ def _geometry(g: geometry.ClassGeometry, n: Any, head: str, seed: int, split: st
 
 def _with_intervals(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """95 % intervals of the means over seeds."""
-    out: dict[str, Any] = {}
-    for metric, rows in metrics.items():
-        out[metric] = {}
-        for head, row in rows.items():
-            n, sd = len(row["values"]), row.get("sd")
-            new = dict(row)
-            if sd is not None:
-                half = significance.t_quantile(0.975, n - 1) * sd / math.sqrt(n)
-                new |= {"low": row["mean"] - half, "high": row["mean"] + half}
-            out[metric][head] = _json(new)
-    return out
+
+    def with_interval(row: Mapping[str, Any]) -> Any:
+        n, sd = len(row["values"]), row.get("sd")
+        if sd is None:
+            return _json(row)
+        half = significance.t_quantile(0.975, n - 1) * sd / math.sqrt(n)
+        return _json({**row, "low": row["mean"] - half, "high": row["mean"] + half})
+
+    return {metric: {head: with_interval(row) for head, row in rows.items()} for metric, rows in metrics.items()}
 
 
-def _paired_over_classes(found: Mapping[tuple[str, int], Analysis], first: str, head: str) -> dict[str, Any]:
-    """Every measure and the score, averaged over seeds for each class, head minus first."""
-
-    def average(name: str, measure: str) -> np.ndarray:
-        return np.mean([a.measures[measure] for (h, _), a in found.items() if h == name], axis=0)
-
-    some = next(iter(found.values()))
-    return {m: significance.paired(average(first, m), average(head, m)) for m in some.measures}
+def _over_seeds(runs: Sequence[Analysis]) -> dict[str, np.ndarray]:
+    """Every measure and the score of each class, averaged over seeds."""
+    return {m: np.mean([a.measures[m] for a in runs], axis=0) for m in runs[0].measures}
 
 
 def _correlations(found: Mapping[tuple[str, int], Analysis]) -> dict[str, Any] | None:
@@ -395,7 +347,7 @@ def _correlations(found: Mapping[tuple[str, int], Analysis]) -> dict[str, Any] |
 
 
 def command_line() -> str:
-    """How this process was started, ready to be typed again."""
+    """The command line of this process, quoted for a shell."""
     program = Path(sys.argv[0]).name if sys.argv else ""
     start = ["python", "-m", "gsoftmax"] if program == "__main__.py" else [program]
     return shlex.join([*start, *sys.argv[1:]])
@@ -414,11 +366,3 @@ def _json(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.12g}") if math.isfinite(value) else None
     return value
-
-
-def _or_nan(values: np.ndarray) -> np.ndarray:
-    return values if np.isfinite(values).any() else np.zeros(1)
-
-
-def _number(v: float) -> str:
-    return f"{v:.4g}"

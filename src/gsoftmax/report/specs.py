@@ -1,9 +1,9 @@
 """The figures of a report as Vega-Lite, for the page and for files alike.
 
 A spec names the part of the document that it draws (`data.name`) and selects its rows by parameters: `doc` (classes,
-heads, seeds, metrics), `sides` (what own outputs and impostors are called), `paint` (a colour for each head) and the
-choices `cls`, `head` and `seed` (null for all), `split`, `measure`, `metric`, `curve`, `first` (class of the bars) and
-`panel` (head of the panel).  The page sets them from its controls; `figures.py` writes constants in their place.
+heads, colours, seeds, metrics), `sides` (what own outputs and impostors are called) and the choices `cls`, `head` and
+`seed` (null for all), `split`, `measure`, `metric`, `curve`, `first` (class of the bars) and `panel` (head of the
+panel).  The page sets them from its controls; `figures.py` writes constants in their place.
 """
 
 from __future__ import annotations
@@ -18,15 +18,11 @@ Spec = dict[str, Any]
 SHOWN = 20  # classes that the bars show at once
 _LINE = "#888888A0"
 _CROSS = "M-.8,-.8L.8,.8M.8,-.8L-.8,.8"  # two thin strokes
-_NUMBER = ".4g"
 _FEW = {"tickCount": 6}
 _CHOSEN = "(head === null || datum.head === head) && (seed === null || datum.seed === seed)"
-_COLOUR: Spec = {
-    "field": "head",
-    "type": "nominal",
-    "title": None,
-    "scale": {"domain": {"expr": "doc.heads"}},  # the range is the configuration's
-}
+_PAIR = "isArray(datum.pair) && isValid(datum.pair[0]) && isValid(datum.pair[1])"
+_COLOUR = {"field": "head", "type": "nominal", "title": None, "scale": {"domain": {"expr": "doc.heads"}}}
+_HEADS = {"field": "head", "type": "nominal", "title": None, "sort": None}
 
 
 def config(heads: Sequence[str], ink: str, font: str, **more: Any) -> Spec:
@@ -35,16 +31,8 @@ def config(heads: Sequence[str], ink: str, font: str, **more: Any) -> Spec:
     heads: whose colours are the first ones; ink: colour of the text; font: a CSS family; more: of Vega-Lite's config
     """
     axis = {
-        "labelColor": ink,
-        "titleColor": ink,
-        "titleFontWeight": "normal",
-        "labelFontSize": 12,
-        "titleFontSize": 13,
-        "gridColor": "#88888840",
-        "domainColor": _LINE,
-        "tickColor": _LINE,
-        "labelLimit": 110,
-        "labelFlush": False,
+        **{"labelColor": ink, "titleColor": ink, "titleFontWeight": "normal", "labelFontSize": 12, "titleFontSize": 13},
+        **{"gridColor": "#88888840", "domainColor": _LINE, "tickColor": _LINE, "labelLimit": 110, "labelFlush": False},
     }
     paint = {"range": {"category": list(colours(heads).values())}} if heads else {}
     return {"font": font, "view": {"stroke": None}, "axis": axis, "rule": {"color": ink}, **paint, **more}
@@ -52,88 +40,70 @@ def config(heads: Sequence[str], ink: str, font: str, **more: Any) -> Spec:
 
 def for_page(heads: Sequence[str]) -> dict[str, Spec]:
     """All figures of the page, by name."""
-    return {
-        "scatter": _fill_container(scatter(), 220, heads),
-        "gaussians": _fill_container(gaussians(), 260, heads),
-        "bars": _fill_container(bars(), 300, heads),  # the page sets the height by the number of bars
-        "learned": _fill_container(learned(), 300, heads),
-        "curves": _fill_container(curves(), 240, heads),
-        "seeds": _fill_container(seeds(), 240, heads),
-        "differences": _fill_container(differences(), 240, heads),
-        "calibration": _fill_container(calibration(), 300, heads),
+    made = {
+        "scatter": (scatter(), 220),
+        "gaussians": (gaussians(), 260),
+        "bars": (bars(), 300),  # the page sets the height by the number of bars
+        "learned": (learned(), 300),
+        "curves": (curves(), 240),
+        "seeds": (seeds(), 240),
+        "differences": (differences(), 240),
+        "calibration": (calibration(), 300),
     }
+    return {name: _fill_container(spec, height, heads) for name, (spec, height) in made.items()}
 
 
 def parameters(doc: Mapping[str, Any], **choice: Any) -> dict[str, Any]:
-    """The parameters of a document, and the choices `cls`, `head`, `seed` and `split`, for specs that files show."""
+    """The parameters of a document, and the choices `cls`, `head`, `seed` and `split` where files keep the default."""
     known = {key: doc[key] for key in ("classes", "heads", "seeds", "metrics")}
     known["colours"] = list(colours(doc["heads"]).values())
-    return {"doc": known, "sides": sides(doc), "cls": 0, "head": None, "seed": None, "split": "test", **choice}
-
-
-def sides(doc: Mapping[str, Any]) -> list[str]:
-    """What own outputs and impostors are called."""
-    return ["with the label", "without the label"] if doc["multilabel"] else ["own output", "impostors"]
+    sides = ["with the label", "without the label"] if doc["multilabel"] else ["own output", "impostors"]
+    return {"doc": known, "sides": sides, "cls": 0, "head": None, "seed": None, "split": "test", **choice}
 
 
 def scatter(panel: str = "panel") -> Spec:
     """x against p of one class and its impostors, for one head; the range of x is that of all heads."""
+    x = _q("x", scale={"zero": False})
+    p = _q("p", scale={"domain": [-0.03, 1.03], "nice": False}, axis={**_FEW, "grid": True})
     colour = {"expr": f"doc.colours[indexof(doc.heads, {panel})]"}
-    spread = [{"op": "min", "field": "x", "as": "low"}, {"op": "max", "field": "x", "as": "high"}]
-    x, y = (
-        _q("x", "x", scale={"zero": False}),
-        _q("p", "p", scale={"domain": [-0.03, 1.03], "nice": False}, axis={**_FEW, "grid": True}),
-    )
-    at_zero = {k: v for k, v in y.items() if k != "field"} | {"datum": 0}
-    return {
-        "data": {"name": "points"},
-        "transform": [
-            _filter("seed === null || datum.seed === seed"),
-            {"flatten": ["c", "own", "j", "x", "p"]},
-            _filter("datum.c === cls"),
-            _calculate("sides[1 - datum.own]", "side"),
-            _calculate("datum.j < 0 ? 'another class' : doc.classes[datum.j]", "output"),
-        ],
-        "layer": [
-            {
-                "transform": [{"aggregate": spread}],
-                "mark": {"type": "rule", "opacity": 0},
-                "encoding": {"x": {**x, "field": "low"}, "x2": {"field": "high"}, "y": at_zero},
-            },
-            {
-                "transform": [_filter(f"datum.head === {panel}")],
-                "mark": {"type": "point", "size": 24, "strokeWidth": 1.2},
-                "encoding": {
-                    "x": x,
-                    "y": y,
-                    "order": {"field": "own"},  # impostors below
-                    "color": {"condition": {"test": "datum.own", "value": colour}, "value": GREY},
-                    "opacity": {"condition": {"test": "datum.own", "value": 0.75}, "value": 0.45},
-                    "shape": {
-                        "field": "side",
-                        "type": "nominal",
-                        "title": None,
-                        "scale": {"domain": {"expr": "sides"}, "range": ["circle", _CROSS]},
-                    },
-                    "tooltip": [_text("side", "which"), _text("output"), _number("x"), _number("p"), _text("seed")],
-                },
-            },
-        ],
+    shapes = {"domain": {"expr": "sides"}, "range": ["circle", _CROSS]}
+    ends = [{"op": "min", "field": "x", "as": "low"}, {"op": "max", "field": "x", "as": "high"}]
+    at_zero = {**{k: v for k, v in p.items() if k != "field"}, "datum": 0}
+    invisible = {"x": {**x, "field": "low"}, "x2": {"field": "high"}, "y": at_zero}
+    shown = {
+        "x": x,
+        "y": p,
+        "order": {"field": "own"},  # impostors below
+        "color": {"condition": {"test": "datum.own", "value": colour}, "value": GREY},
+        "opacity": {"condition": {"test": "datum.own", "value": 0.75}, "value": 0.45},
+        "shape": {"field": "side", "type": "nominal", "title": None, "scale": shapes},
+        "tooltip": [_text("side", "which"), _text("output"), _number("x"), _number("p"), _text("seed")],
     }
+    output = "datum.j < 0 ? 'another class' : doc.classes[datum.j]"
+    return _figure(
+        "points",
+        _steps(
+            "seed === null || datum.seed === seed",
+            {"flatten": ["c", "own", "j", "x", "p"]},
+            "datum.c === cls",
+            _calc(side="sides[1 - datum.own]", output=output),
+        ),
+        _layer({"type": "rule", "opacity": 0}, invisible, {"aggregate": ends}),
+        _layer({"type": "point", "size": 24, "strokeWidth": 1.2}, shown, f"datum.head === {panel}"),
+    )
 
 
 def gaussians() -> Spec:
     """The Gaussians of a class's own output and of all its impostors; with one head chosen, its nearest impostors."""
-    nearest = {
-        f"nearest{k}": f"(head !== null || length(doc.heads) === 1) && length(datum.nearest[cls]) > {k} "
-        f"? slice(datum.nearest[cls][{k}], 1) : null"
-        for k in range(3)
-    }
-    pairs = {"all": "datum.other[cls]", **nearest, "one": "datum.own[cls]"}
-    name = "'impostor ' + doc.classes[datum.nearest[cls][toNumber(slice(datum.key, 7))][0]]"
-    encoding: Spec = {
-        "x": _q("x", "x", axis=_FEW),
-        "y": _q("density", "density", stack=None),
+    alone = "(head !== null || length(doc.heads) === 1)"
+    near = "datum.nearest[cls]"
+    pairs = {f"near{k}": f"{alone} && length({near}) > {k} ? slice({near}[{k}], 1) : null" for k in range(3)}
+    pairs = {"all": "datum.other[cls]", **pairs, "one": "datum.own[cls]"}
+    is_near = "indexof(datum.key, 'near') === 0"
+    name = f"'impostor ' + doc.classes[{near}[toNumber(slice(datum.key, 4))][0]]"
+    encoding = {
+        "x": _q("x", axis=_FEW),
+        "y": _q("density", stack=None),
         "color": _COLOUR,
         "detail": [{"field": "key"}, {"field": "seed"}],
         "tooltip": [_text("head"), _text("which"), _number("mean"), _number("sigma", "σ"), _text("seed")],
@@ -141,221 +111,145 @@ def gaussians() -> Spec:
     dash = {"domain": {"expr": "sides"}, "range": [[1, 0], [5, 3]]}
     line = {
         "strokeDash": {"field": "side", "type": "nominal", "title": None, "scale": dash},
-        "strokeWidth": {"condition": {"test": "indexof(datum.key, 'nearest') === 0", "value": 1}, "value": 2.2},
+        "strokeWidth": {"condition": {"test": is_near, "value": 1}, "value": 2.2},
     }
-    return {
-        "data": {"name": "geometry"},
-        "transform": [
-            _filter(f"{_CHOSEN} && datum.split === split"),
-            *(_calculate(pair, key) for key, pair in pairs.items()),
+    return _figure(
+        "geometry",
+        _steps(
+            f"{_CHOSEN} && datum.split === split",
+            _calc(**pairs),
             {"fold": list(pairs), "as": ["key", "pair"]},
-            _filter("isArray(datum.pair) && isValid(datum.pair[0]) && datum.pair[1] > 0"),
-            _calculate("datum.key === 'one' ? sides[0] : sides[1]", "side"),
-            _calculate(f"indexof(datum.key, 'nearest') === 0 ? {name} : datum.side", "which"),
-            _calculate("datum.pair[0]", "mean"),
-            _calculate("datum.pair[1]", "sigma"),
-            _calculate("sequence(-4, 4.001, 0.05)", "deviations"),
-            {"flatten": ["deviations"]},
-            _calculate("datum.mean + datum.sigma * datum.deviations", "x"),
-            _calculate("exp(-0.5 * datum.deviations * datum.deviations) / (datum.sigma * sqrt(2 * PI))", "density"),
-        ],
-        "layer": [
-            {
-                "transform": [_filter("datum.key === 'one'")],
-                "mark": {"type": "area", "opacity": 0.12, "line": False},
-                "encoding": encoding,
-            },
-            {"mark": "line", "encoding": {**encoding, **line}},
-        ],
-    }
+            f"{_PAIR} && datum.pair[1] > 0",
+            _calc(side="datum.key === 'one' ? sides[0] : sides[1]", which=f"{is_near} ? {name} : datum.side"),
+            _calc(mean="datum.pair[0]", sigma="datum.pair[1]", u="sequence(-4, 4.001, 0.05)"),
+            {"flatten": ["u"]},
+            _calc(x="datum.mean + datum.sigma * datum.u", density="densityNormal(datum.x, datum.mean, datum.sigma)"),
+        ),
+        _layer({"type": "area", "opacity": 0.12, "line": False}, encoding, "datum.key === 'one'"),
+        _layer({"type": "line"}, {**encoding, **line}),
+    )
 
 
 def bars(measure: str = "measure") -> Spec:
     """One measure for every class, all heads side by side; whiskers are one standard deviation over seeds."""
-    place: Spec = {
-        "y": {"field": "c", "type": "ordinal", "title": None, "axis": {"labelExpr": "doc.classes[datum.value]"}},
-        "yOffset": {"field": "head", "type": "nominal", "sort": None},
-    }
-    return {
-        "data": {"name": "geometry"},
-        "transform": [
-            _filter(f"{_CHOSEN} && datum.split === split"),
-            _calculate(f"sequence(first, min(first + {SHOWN}, length(doc.classes)))", "c"),
-            _calculate(f"slice(datum[{measure}], first, first + {SHOWN})", "value"),
-            {"flatten": ["c", "value"]},
-            _calculate("doc.classes[datum.c]", "class"),
-            *_over_seeds("c", "class"),
-        ],
-        "layer": _bars(_q("value", None, axis=_FEW), place, "x"),
-    }
-
-
-def _head_bars(title: str, data: str, transform: Sequence[Spec]) -> Spec:
-    """One bar for each head; the transform gives the fields value, low and high."""
-    place = {"x": {"field": "head", "type": "nominal", "sort": None, "title": None}}
-    return {
-        "data": {"name": data},
-        "transform": list(transform),
-        "layer": _bars(_q("value", title, axis=_FEW), place, "y"),
-    }
+    axis = {"labelExpr": "doc.classes[datum.value]"}
+    place = {"y": {"field": "c", "type": "ordinal", "title": None, "axis": axis}, "yOffset": _HEADS}
+    shown = f"sequence(first, min(first + {SHOWN}, length(doc.classes)))"
+    steps = _steps(
+        f"{_CHOSEN} && datum.split === split",
+        _calc(c=shown, value=f"slice(datum[{measure}], first, first + {SHOWN})"),
+        {"flatten": ["c", "value"]},
+        _calc(name="doc.classes[datum.c]"),
+        _over_seeds("c", "name"),
+    )
+    return _figure("geometry", steps, *_bars("x", None, place, [_text("name", "class")]))
 
 
 def class_bars(measure: str, title: str) -> Spec:
-    """A measure of the chosen class, averaged over seeds."""
-    value = _calculate(f"datum[{measure}][cls]", "value")
-    return _head_bars(title, "geometry", [_filter("datum.split === split"), value, *_over_seeds()])
+    """A measure of the chosen class, averaged over seeds, for each head."""
+    steps = _steps("datum.split === split", _calc(value=f"datum[{measure}][cls]"), _over_seeds())
+    return _figure("geometry", steps, *_bars("y", title, {"x": _HEADS}))
 
 
 def average_bars(metric: str, title: str) -> Spec:
-    """A metric averaged over seeds, with the 95 % interval of the mean."""
-    return _head_bars(title, "heads", [*_rows_of(metric), _calculate("datum.row.mean", "value"), *_INTERVAL])
+    """A metric averaged over seeds, with the 95 % interval of the mean, for each head."""
+    return _figure("heads", _steps(_row_of(metric), _interval("datum.row")), *_bars("y", title, {"x": _HEADS}))
 
 
 def learned(panel: str = "head", chosen: str = "cls") -> Spec:
-    """(μ, σ) of the head beside the mean and deviation of x, one line for each class."""
+    """(μ, σ) of the head compared with the empirical mean and deviation of x, one line for each class."""
     kinds = {"its own images": "triangle-up", "learned": "circle", "all images": "square"}
-    place = {"x": _q("mean", "mean", scale={"zero": False}, axis=_FEW), "y": _q("sigma", "σ", scale={"zero": False})}
-    tooltip = [_text("class"), _text("head"), _text("kind"), _number("mean"), _number("sigma", "σ")]
+    shapes = {"domain": list(kinds), "range": list(kinds.values())}
+    x, y = _q("mean", scale={"zero": False}, axis=_FEW), _q("sigma", "σ", scale={"zero": False})
     colour = {**_COLOUR, "legend": None}
-    return {
-        "data": {"name": "geometry"},
-        "transform": [
-            _filter(f"({panel} === null || datum.head === {panel}) && (seed === null || datum.seed === seed)"),
-            _filter("datum.split === 'test' && isArray(datum.learned)"),
-            _calculate("sequence(length(datum.learned))", "classes"),
-            _calculate("isArray(datum.overall) ? datum.overall : []", "everything"),
-            {"flatten": ["classes", "own", "learned", "everything"], "as": ["c", *kinds]},
-            {"fold": list(kinds), "as": ["kind", "pair"]},
-            _filter("isArray(datum.pair) && isValid(datum.pair[0]) && isValid(datum.pair[1])"),
-            _calculate("datum.pair[0]", "mean"),
-            _calculate("datum.pair[1]", "sigma"),
-            _calculate("doc.classes[datum.c]", "class"),
-        ],
-        "layer": [
-            {
-                "mark": {"type": "line", "strokeWidth": 1, "opacity": 0.35},
-                "encoding": {
-                    "x": {**place["x"], "sort": None},
-                    "y": place["y"],
-                    "detail": [{"field": "c"}, {"field": "seed"}],
-                    "color": colour,
-                },
-            },
-            {
-                "mark": {"type": "point", "filled": True, "opacity": 0.85},
-                "encoding": {
-                    **place,
-                    "color": colour,
-                    "shape": {
-                        "field": "kind",
-                        "type": "nominal",
-                        "title": None,
-                        "scale": {"domain": list(kinds), "range": list(kinds.values())},
-                    },
-                    "size": {"condition": {"test": f"datum.c === {chosen}", "value": 190}, "value": 55},
-                    "tooltip": tooltip,
-                },
-            },
-        ],
+    line = {"x": {**x, "sort": None}, "y": y, "color": colour, "detail": [{"field": "c"}, {"field": "seed"}]}
+    points = {
+        "x": x,
+        "y": y,
+        "color": colour,
+        "shape": {"field": "kind", "type": "nominal", "title": None, "scale": shapes},
+        "size": {"condition": {"test": f"datum.c === {chosen}", "value": 190}, "value": 55},
+        "tooltip": [_text("name", "class"), _text("head"), _text("kind"), _number("mean"), _number("sigma", "σ")],
     }
+    return _figure(
+        "geometry",
+        _steps(
+            _CHOSEN.replace("head === ", f"{panel} === ", 1).replace("=== head", f"=== {panel}"),
+            "datum.split === 'test' && isArray(datum.learned)",
+            _calc(number="sequence(length(datum.learned))", all="isArray(datum.overall) ? datum.overall : []"),
+            {"flatten": ["number", "own", "learned", "all"], "as": ["c", *kinds]},
+            {"fold": list(kinds), "as": ["kind", "pair"]},
+            _PAIR,
+            _calc(mean="datum.pair[0]", sigma="datum.pair[1]", name="doc.classes[datum.c]"),
+        ),
+        _layer({"type": "line", "strokeWidth": 1, "opacity": 0.35}, line),
+        _layer({"type": "point", "filled": True, "opacity": 0.85}, points),
+    )
 
 
 def curves(curve: str = "curve", title: str | None = None) -> Spec:
     """A quantity of the training by epoch, one line for each run."""
     whole = {"labelExpr": "datum.value % 1 ? '' : datum.label", "format": "d"}
-    return {
-        "data": {"name": "curves"},
-        "transform": [
-            _filter(_CHOSEN),
-            _calculate(f"datum[{curve}]", "value"),
-            _filter("isArray(datum.value)"),
-            {"flatten": ["epoch", "value"]},
-            _filter("datum.value > 0"),
-        ],
-        "mark": {"type": "line", "point": {"size": 14}, "strokeWidth": 1.4, "opacity": 0.8},
-        "encoding": {
-            "x": _q("epoch", "epoch", axis=whole, scale={"zero": False}),
-            "y": _q("value", title, scale={"type": "log"}, axis={"format": "~g"}),
-            "color": _COLOUR,
-            "detail": [{"field": "seed"}],
-            "tooltip": [_text("head"), _text("seed"), _text("epoch"), _number("value")],
-        },
+    encoding = {
+        "x": _q("epoch", axis=whole, scale={"zero": False}),
+        "y": _q("value", title, scale={"type": "log"}, axis={"format": "~g"}),
+        "color": _COLOUR,
+        "detail": [{"field": "seed"}],
+        "tooltip": [_text("head"), _text("seed"), _text("epoch"), _number("value")],
     }
+    values = _steps(_calc(value=f"datum[{curve}]"), "isArray(datum.value)", {"flatten": ["epoch", "value"]})
+    mark = {"type": "line", "point": {"size": 14}, "strokeWidth": 1.4, "opacity": 0.8}
+    return _figure("curves", _steps(_CHOSEN, values, "datum.value > 0"), _layer(mark, encoding))
 
 
 def seeds(metric: str = "metric", title: str | None = None) -> Spec:
     """A metric of every seed, with the mean and its 95 % interval."""
-    each = [_calculate("doc.seeds", "seed"), _calculate("datum.row.values", "value"), {"flatten": ["seed", "value"]}]
-    return _seeds(_rows_of(metric), each, "datum.row.mean", title)
+    each = _steps(_calc(seed="doc.seeds", value="datum.row.values"), {"flatten": ["seed", "value"]})
+    return _figure("heads", _row_of(metric), *_seeds(each, "datum.row", title))
 
 
 def differences(metric: str = "metric") -> Spec:
     """The paired differences from the first head, with their mean and its 95 % interval."""
-    each = [
-        _calculate("doc.seeds", "seed"),
-        _calculate("datum.row.values", "value"),
-        _calculate(f"doc.metrics[{metric}][doc.heads[0]].values", "first"),
+    first = f"doc.metrics[{metric}][doc.heads[0]].values"
+    each = _steps(
+        _calc(seed="doc.seeds", value="datum.row.values", first=first),
         {"flatten": ["seed", "value", "first"]},
-        _calculate("datum.value - datum.first", "value"),
-    ]
-    rows = [*_rows_of(metric), _filter("isValid(datum.row.paired)")]
-    return _seeds(rows, each, "datum.row.paired.difference", None, zero=True)
+        _calc(value="datum.value - datum.first"),
+    )
+    zero = _layer({"type": "rule", "strokeDash": [4, 3]}, {"y": {"datum": 0}})
+    rows = _steps(_row_of(metric), "isValid(datum.row.paired)")
+    return _figure("heads", rows, zero, *_seeds(each, "datum.row.paired", None))
 
 
 def calibration() -> Spec:
     """Reliability diagram: accuracy against confidence."""
-    place = {
-        "x": _q("confidence", "confidence", scale={"domain": [0, 1]}, axis=_FEW),
-        "y": _q("right", "accuracy", scale={"domain": [0, 1]}, axis=_FEW),
-    }
+    x, y = (_q(f, t, scale={"domain": [0, 1]}, axis=_FEW) for f, t in (("confidence", ""), ("right", "accuracy")))
     sums = [{"op": "sum", "field": f, "as": f} for f in ("count", "confidence", "right")]
     tooltip = [_text("head"), _number("confidence", "mean confidence"), _number("right", "accuracy")]
-    return {
-        "data": {"name": "calibration"},
-        "transform": [
-            _filter(_CHOSEN),
-            _calculate("sequence(length(datum.count))", "bin"),
+    size = {"field": "share", "type": "quantitative", "scale": {"range": [15, 260]}, "legend": None}
+    points = {"size": size, "tooltip": [*tooltip, {"field": "count", "title": "images", "format": ",d"}]}
+    diagonal = _layer({"type": "line", "strokeDash": [4, 3], "color": _LINE}, {"x": x, "y": y})
+    return _figure(
+        "calibration",
+        _steps(
+            _CHOSEN,
+            _calc(bin="sequence(length(datum.count))"),
             {"flatten": ["bin", "count", "confidence", "right"]},
-            _filter("datum.count > 0"),
-            _calculate("datum.count * datum.confidence", "confidence"),
-            _calculate("datum.count * datum.right", "right"),
+            "datum.count > 0",
+            _calc(confidence="datum.count * datum.confidence", right="datum.count * datum.right"),
             {"aggregate": sums, "groupby": ["head", "bin"]},
-            _calculate("datum.confidence / datum.count", "confidence"),
-            _calculate("datum.right / datum.count", "right"),
+            _calc(confidence="datum.confidence / datum.count", right="datum.right / datum.count"),
             {"joinaggregate": [{"op": "sum", "field": "count", "as": "total"}], "groupby": ["head"]},
-            _calculate("datum.count / datum.total", "share"),
-        ],
-        "layer": [
-            {
-                "data": {"values": [{"confidence": 0, "right": 0}, {"confidence": 1, "right": 1}]},
-                "mark": {"type": "line", "strokeDash": [4, 3], "color": _LINE},
-                "encoding": place,
-            },
-            {
-                "mark": {"type": "line", "strokeWidth": 1.6, "opacity": 0.7},
-                "encoding": {**place, "color": _COLOUR},
-            },
-            {
-                "mark": {"type": "point", "filled": True, "opacity": 0.85},
-                "encoding": {
-                    **place,
-                    "color": _COLOUR,
-                    "size": {"field": "share", "type": "quantitative", "scale": {"range": [15, 260]}, "legend": None},
-                    "tooltip": [*tooltip, {"field": "count", "title": "images", "format": ",d"}],
-                },
-            },
-        ],
-    }
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The playground
-# ---------------------------------------------------------------------------------------------------------------------
+            _calc(share="datum.count / datum.total"),
+        ),
+        {**diagonal, "data": {"values": [{"confidence": v, "right": v} for v in (0, 1)]}},
+        _layer({"type": "line", "strokeWidth": 1.6, "opacity": 0.7}, {"x": x, "y": y, "color": _COLOUR}),
+        _layer({"type": "point", "filled": True, "opacity": 0.85}, {"x": x, "y": y, "color": _COLOUR, **points}),
+    )
 
 
 def playground() -> dict[str, Spec]:
     """z(x), its slope and p of two classes; lam, mu1, sigma1, mu2, sigma2, x1 and x2 are set by sliders."""
-    values = {"lam": 2.0, "mu1": 0.0, "sigma1": 1.0, "mu2": 2.0, "sigma2": 1.0, "x1": 1.0, "x2": 0.0}
 
     def phi(x: str, c: int) -> str:
         return f"cumulativeNormal({x}, mu{c}, sigma{c})"
@@ -366,67 +260,43 @@ def playground() -> dict[str, Spec]:
     def slope(x: str, c: int) -> str:
         return f"(1 + lam * densityNormal({x}, mu{c}, sigma{c}))"
 
+    values = {"lam": 2.0, "mu1": 0.0, "sigma1": 1.0, "mu2": 2.0, "sigma2": 1.0, "x1": 1.0, "x2": 0.0}
     params: list[Spec] = [{"name": k, "value": v} for k, v in values.items()]
-    for c, other in ((1, 2), (2, 1)):  # what the table beside the figures says
+    for c, other in ((1, 2), (2, 1)):  # the values of the table beside the figures
         x = f"x{c}"
-        told = {
-            "phi": phi(x, c),
-            "z": z(x, c),
-            "slope": slope(x, c),
-            "p": f"1 / (1 + exp({z(f'x{other}', other)} - {z(x, c)}))",
-            "softmax": f"1 / (1 + exp(x{other} - {x}))",
-        }
+        told = {"phi": phi(x, c), "z": z(x, c), "slope": slope(x, c), "softmax": f"1 / (1 + exp(x{other} - {x}))"}
+        told["p"] = f"1 / (1 + exp({z(f'x{other}', other)} - {z(x, c)}))"
         params += [{"name": f"{k}{c}", "expr": v} for k, v in told.items()]
 
     first, second, plain = "class 1", "class 2", "softmax (λ = 0)"
     paint = {"domain": [first, second, plain], "range": [VERMILLION, BLUE, "#888888"]}
-    encoding: Spec = {
-        "x": _q("x", "x", scale={"domain": [-8, 8], "nice": False}),
-        "color": {"field": "line", "type": "nominal", "scale": paint},
-        "tooltip": [_text("line", "which"), _number("x"), _number("value")],
-    }
+    grid = {"sequence": {"start": -8, "stop": 8.001, "step": 0.05, "as": "x"}}
+    dash = {"condition": {"test": f"datum.line === '{plain}'", "value": [5, 4]}, "value": [1, 0]}
 
     def panel(title: str, lines: Mapping[str, str], dots: Mapping[str, tuple[str, str]]) -> Spec:
         """lines: formulas of datum.x; dots: for each class its x and its y."""
-        encoding["y"] = _q("value", title, scale={"zero": False})
-        dash = {"condition": {"test": f"datum.line === '{plain}'", "value": [5, 4]}, "value": [1, 0]}
-        drawn: Spec = {
-            "data": {"sequence": {"start": -8, "stop": 8.001, "step": 0.05, "as": "x"}},
-            "transform": [
-                *(_calculate(formula, name) for name, formula in lines.items()),
-                {"fold": list(lines), "as": ["line", "value"]},
-            ],
-            "mark": {"type": "line", "strokeWidth": 2},
-            "encoding": {**encoding, "strokeDash": dash},
+        encoding = {
+            "x": _q("x", scale={"domain": [-8, 8], "nice": False}),
+            "y": _q("value", title, scale={"zero": False}),
+            "color": {"field": "line", "type": "nominal", "scale": paint},
+            "tooltip": [_text("line", "which"), _number("x"), _number("value")],
         }
-        marked = [
-            {
-                "data": {"values": [{"line": name}]},
-                "transform": [_calculate(x, "x"), _calculate(y, "value")],
-                "mark": {"type": "point", "filled": True, "size": 90, "opacity": 1},
-                "encoding": dict(encoding),
-            }
-            for name, (x, y) in dots.items()
-        ]
-        return {**_fill_container({"layer": [drawn, *marked]}, 220), "params": params}
+        fold = {"fold": list(lines), "as": ["line", "value"]}
+        drawn = _layer({"type": "line", "strokeWidth": 2}, {**encoding, "strokeDash": dash}, _calc(**lines), fold)
+        dot = {"type": "point", "filled": True, "size": 90, "opacity": 1}
+        layers = [{**drawn, "data": grid}]
+        for name, (x, y) in dots.items():
+            layers.append({**_layer(dot, encoding, _calc(x=x, value=y)), "data": {"values": [{"line": name}]}})
+        return {**_fill_container({"layer": layers}, 220), "params": params}
 
     p = f"1 / (1 + exp({z('x2', 2)} - {{}}))"
+    zs, slopes = ({first: f("datum.x", 1), second: f("datum.x", 2)} for f in (z, slope))
+    at_z, at_slope = ({first: ("x1", f("x1", 1)), second: ("x2", f("x2", 2))} for f in (z, slope))
+    ps = {first: p.format(z("datum.x", 1)), plain: "1 / (1 + exp(x2 - datum.x))"}
     return {
-        "z": panel(
-            "z",
-            {first: z("datum.x", 1), second: z("datum.x", 2), plain: "datum.x"},
-            {first: ("x1", z("x1", 1)), second: ("x2", z("x2", 2))},
-        ),
-        "slope": panel(
-            "slope of z",
-            {first: slope("datum.x", 1), second: slope("datum.x", 2), plain: "1"},
-            {first: ("x1", slope("x1", 1)), second: ("x2", slope("x2", 2))},
-        ),
-        "p": panel(
-            "p of class 1",
-            {first: p.format(z("datum.x", 1)), plain: "1 / (1 + exp(x2 - datum.x))"},
-            {first: ("x1", p.format(z("x1", 1)))},
-        ),
+        "z": panel("z", {**zs, plain: "datum.x"}, at_z),
+        "slope": panel("slope of z", {**slopes, plain: "1"}, at_slope),
+        "p": panel("p of class 1", ps, {first: ("x1", p.format(z("x1", 1)))}),
     }
 
 
@@ -434,110 +304,83 @@ def playground() -> dict[str, Spec]:
 # Parts
 # ---------------------------------------------------------------------------------------------------------------------
 
-_INTERVAL = [{"calculate": f"isValid(datum.row.{k}) ? datum.row.{k} : null", "as": k} for k in ("low", "high")]
+
+def _figure(data: str, transform: list[Spec], *layers: Spec) -> Spec:
+    return {"data": {"name": data}, "transform": transform, "layer": list(layers)}
 
 
-def _fill_container(spec: Spec, height: int, heads: Sequence[str] = ()) -> Spec:
-    """The spec as wide as its place on the page, which has a key of its own."""
-    style = config(
-        heads,
-        "currentColor",
-        "system-ui, sans-serif",
-        background="transparent",
-        legend={"disable": True},
-        axisXDiscrete={"labelAngle": 0},
-    )
-    fit = {"type": "fit-x", "contains": "padding"}
-    return {**spec, "width": "container", "height": height, "autosize": fit, "config": style}
+def _layer(mark: Spec, encoding: Spec, *steps: str | Spec | list[Spec]) -> Spec:
+    return {"transform": _steps(*steps), "mark": mark, "encoding": encoding}
 
 
-def _filter(test: str) -> Spec:
-    return {"filter": test}
+def _steps(*steps: str | Spec | list[Spec]) -> list[Spec]:
+    """Transforms; a text is a filter."""
+    found: list[Spec] = []
+    for step in steps:
+        found += [{"filter": step}] if isinstance(step, str) else step if isinstance(step, list) else [step]
+    return found
 
 
-def _calculate(expression: str, name: str) -> Spec:
-    return {"calculate": expression, "as": name}
+def _calc(**fields: str) -> list[Spec]:
+    return [{"calculate": expression, "as": name} for name, expression in fields.items()]
 
 
-def _rows_of(metric: str) -> list[Spec]:
-    return [_filter("head === null || datum.head === head"), _calculate(f"doc.metrics[{metric}][datum.head]", "row")]
+def _row_of(metric: str) -> list[Spec]:
+    return _steps("head === null || datum.head === head", _calc(row=f"doc.metrics[{metric}][datum.head]"))
+
+
+def _interval(row: str) -> list[Spec]:
+    ends = {k: f"isValid({row}.{k}) ? {row}.{k} : null" for k in ("low", "high")}
+    return _calc(value=f"isDefined({row}.difference) ? {row}.difference : {row}.mean", **ends)
 
 
 def _over_seeds(*by: str) -> list[Spec]:
     """Mean and one standard deviation of `value` for each head (and the fields `by`)."""
     ops = [{"op": op, "field": "value", "as": name} for op, name in (("mean", "mean"), ("stdev", "sd"), ("count", "n"))]
-    return [
-        _filter("isValid(datum.value)"),
-        {"aggregate": ops, "groupby": ["head", *by]},
-        _calculate("datum.mean", "value"),
-        _calculate("datum.n > 1 ? datum.sd : null", "sd"),
-        _calculate("datum.n > 1 ? datum.mean - datum.sd : null", "low"),
-        _calculate("datum.n > 1 ? datum.mean + datum.sd : null", "high"),
-    ]
+    known = "datum.n > 1 ? {} : null"
+    ends = {"low": known.format("datum.mean - datum.sd"), "high": known.format("datum.mean + datum.sd")}
+    mean = _calc(value="datum.mean", **ends, sd=known.format("datum.sd"))
+    return _steps("isValid(datum.value)", {"aggregate": ops, "groupby": ["head", *by]}, mean)
 
 
-def _bars(value: Spec, place: Spec, axis: str) -> list[Spec]:
-    """Bars along `axis` and whiskers from low to high."""
-    tooltip = [*([_text("class")] if axis == "x" else []), _text("head"), _number("value")]
+def _bars(axis: str, title: str | None, place: Spec, tooltip: Sequence[Spec] = ()) -> list[Spec]:
+    """Bars along `axis`, and whiskers from low to high."""
+    value = _q("value", title, axis=_FEW)
+    told = [*tooltip, _text("head"), _number("value"), _number("sd", "deviation over seeds")]
     ends = {axis: {**value, "field": "low"}, f"{axis}2": {"field": "high"}}
     return [
-        {
-            "mark": {"type": "bar"},
-            "encoding": {**place, axis: value, "color": _COLOUR, "tooltip": [*tooltip, _number("sd", "deviation")]},
-        },
-        {
-            "transform": [_filter("isValid(datum.low)")],
-            "mark": {"type": "rule", "strokeWidth": 1.2},
-            "encoding": {**place, **ends},
-        },
+        _layer({"type": "bar"}, {**place, axis: value, "color": _COLOUR, "tooltip": told}),
+        _layer({"type": "rule", "strokeWidth": 1.2}, {**place, **ends}, "isValid(datum.low)"),
     ]
 
 
-def _seeds(rows: list[Spec], each: list[Spec], mean: str, title: str | None, zero: bool = False) -> Spec:
-    """Rings for `each` seed, a dot and a bar for the mean and its interval."""
-    x = {"field": "head", "type": "nominal", "sort": None, "title": None}
-    y = _q("value", title, scale={"zero": zero}, axis=_FEW)
+def _seeds(each: list[Spec], row: str, title: str | None) -> list[Spec]:
+    """Rings for `each` seed; a dot and a bar for the mean of `row` and its interval."""
+    y = _q("value", title, scale={"zero": False}, axis=_FEW)
+    shared = {"x": _HEADS, "y": y, "color": _COLOUR}
+    ring, tooltip = {"type": "point", "filled": False, "size": 50, "xOffset": -9}, [_text("head"), _text("seed")]
+    dot = {"type": "point", "filled": True, "size": 80, "opacity": 1, "xOffset": 9}
     wide = [_text("head"), _number("value", "mean"), _number("low", "from"), _number("high", "to")]
-    line: Spec = {"mark": {"type": "rule", "strokeDash": [4, 3]}, "encoding": {"y": {"datum": 0}}}
-    interval = [{**step, "calculate": step["calculate"].replace("row", "row.paired")} for step in _INTERVAL]
-    whole = [_calculate(mean, "value"), *(interval if zero else _INTERVAL)]
-    return {
-        "data": {"name": "heads"},
-        "transform": rows,
-        "layer": [
-            *([line] if zero else []),
-            {
-                "transform": each,
-                "mark": {"type": "point", "filled": False, "size": 50, "xOffset": -9},
-                "encoding": {
-                    "x": x,
-                    "y": y,
-                    "color": _COLOUR,
-                    "tooltip": [_text("head"), _text("seed"), _number("value")],
-                },
-            },
-            {
-                "transform": [*whole, _filter("isValid(datum.low)")],
-                "mark": {"type": "rule", "strokeWidth": 2.5, "xOffset": 9},
-                "encoding": {
-                    "x": x,
-                    "y": {**y, "field": "low"},
-                    "y2": {"field": "high"},
-                    "color": _COLOUR,
-                    "tooltip": wide,
-                },
-            },
-            {
-                "transform": whole,
-                "mark": {"type": "point", "filled": True, "size": 80, "opacity": 1, "xOffset": 9},
-                "encoding": {"x": x, "y": y, "color": _COLOUR, "tooltip": wide},
-            },
-        ],
-    }
+    ends = {"y": {**y, "field": "low"}, "y2": {"field": "high"}, "tooltip": wide}
+    bar = {"type": "rule", "strokeWidth": 2.5, "xOffset": 9}
+    return [
+        _layer(ring, {**shared, "tooltip": [*tooltip, _number("value")]}, each),
+        _layer(bar, {**shared, **ends}, _interval(row), "isValid(datum.low)"),
+        _layer(dot, {**shared, "tooltip": wide}, _interval(row)),
+    ]
 
 
-def _q(field: str, title: str | None, **more: Any) -> Spec:
-    return {"field": field, "type": "quantitative", "title": title, **more}
+def _fill_container(spec: Spec, height: int, heads: Sequence[str] = ()) -> Spec:
+    """The spec as wide as its place on the page, which has a key of its own."""
+    page = {"background": "transparent", "legend": {"disable": True}, "axisXDiscrete": {"labelAngle": 0}}
+    style = config(heads, "currentColor", "system-ui, sans-serif", **page)
+    fit = {"type": "fit-x", "contains": "padding"}
+    return {**spec, "width": "container", "height": height, "autosize": fit, "config": style}
+
+
+def _q(field: str, title: str | None = "", **more: Any) -> Spec:
+    """A quantitative channel, titled as its field unless a title (or None) is given."""
+    return {"field": field, "type": "quantitative", "title": field if title == "" else title, **more}
 
 
 def _text(field: str, title: str | None = None) -> Spec:
@@ -545,4 +388,4 @@ def _text(field: str, title: str | None = None) -> Spec:
 
 
 def _number(field: str, title: str | None = None) -> Spec:
-    return {"field": field, "type": "quantitative", "title": title or field, "format": _NUMBER}
+    return {"field": field, "type": "quantitative", "title": title or field, "format": ".4g"}
