@@ -1,7 +1,7 @@
-"""Checks of arguments: what is wrong, what was seen and what is accepted, in one line.
+"""Argument checks; each error is one line that names the argument, the value and what is accepted.
 
-Everything that can be read off shapes and dtypes is checked always.  Values are looked at only where looking costs no
-synchronisation: on the CPU, outside of torch.compile.
+Shapes and dtypes are always checked.  Values are checked only where that needs no GPU synchronization: on the CPU,
+outside of torch.compile.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Options(NamedTuple):
     label_smoothing: float = 0.0
 
 
-# float16 ends at 65504 and dz/dx = 1 + lam * phi(u) / sigma: below this sigma the gradient would not fit.
+# The largest float16 is 65504, and dz/dx = 1 + lam * phi(u) / sigma: below this sigma the gradient would not fit.
 _HALF_SIGMA_MIN = 1e-5
 
 
@@ -90,7 +90,8 @@ def as_gaussians_for(
     if not (isinstance(sigma, Tensor) and sigma.dtype is compute and sigma.shape == (classes,)):
         sigma = _gaussian_parameter("sigma", sigma, classes, compute, device)
     if dtype is torch.float16:
-        sigma = _clamp_min_sigma(sigma, _HALF_SIGMA_MIN * max(lam, 1.0))
+        low = _HALF_SIGMA_MIN * max(lam, 1.0)
+        sigma = torch.where((sigma > 0) & (sigma < low), low, sigma)  # `check_sigma` rejects other values
     return mu, sigma
 
 
@@ -104,11 +105,6 @@ def _gaussian_parameter(name: str, v: Tensor | float, classes: int, dtype: torch
     if not v.is_floating_point():
         raise TypeError(f"{name} must be floating point, got {v.dtype}")
     return v.to(dtype)
-
-
-def _clamp_min_sigma(sigma: Tensor, low: float) -> Tensor:
-    """Positive values of sigma held at or above `low`; others are left for the check to refuse."""
-    return torch.where((sigma > 0) & (sigma < low), low, sigma)
 
 
 def check_sigma(sigma: Tensor) -> None:

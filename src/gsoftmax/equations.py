@@ -1,4 +1,4 @@
-"""The paper's equations step by step, on arguments that are checked already: what the kernels are held to.
+"""The paper's equations step by step, on validated arguments; the reference for the kernels.
 
 The letters are those of `gsoftmax.functional`: mu and sigma are (classes,) in the dtype of the arithmetic, lam a float.
 """
@@ -16,21 +16,20 @@ from torch import Tensor
 from . import checks
 from .checks import Options
 
-# Beyond this many standard deviations Phi is 0 or 1 and its density 0 to the last bit of the dtype, so
-# u = (x - mu) / sigma is held there: a masked class at x = -inf and a sigma of 1e-6 then give a zero gradient instead
-# of 0 * inf.
+# Beyond this many standard deviations Phi is 0 or 1 and its density 0 to the last bit of the dtype, so u is clamped to
+# that range: a masked class at x = -inf and a sigma of 1e-6 then give a zero gradient instead of 0 * inf.
 U_MAX = {torch.float32: 14.0, torch.float64: 39.0}
 
 
 def loss_dtype(loss: Tensor, x: Tensor) -> Tensor:
-    """The dtype F.cross_entropy gives for x: x's own, except float32 under autocast."""
+    """The loss in the dtype that F.cross_entropy returns for x: x's own, except float32 under autocast."""
     if x.dtype in (torch.float16, torch.bfloat16) and not torch.is_autocast_enabled(x.device.type):
         return loss.to(x.dtype)
     return loss
 
 
 def linear_dtype(h: Tensor) -> torch.dtype:
-    """The dtype of what F.linear makes of h."""
+    """The dtype of F.linear(h, ...), which depends on autocast."""
     autocast = torch.is_autocast_enabled(h.device.type)
     return torch.get_autocast_dtype(h.device.type) if autocast else h.dtype
 
@@ -52,8 +51,8 @@ def logits(x: Tensor, mu: Tensor, sigma: Tensor, lam: float) -> Tensor:
 
 
 class _ZeroGradients(torch.autograd.Function):
-    """x unchanged, with a zero gradient for mu and sigma: at lam = 0 that is their gradient, and leaving them out of
-    the graph instead would stop distributed training, which waits for every parameter."""
+    """x unchanged, with a zero gradient for mu and sigma: at lam = 0 that is their gradient.  They stay in the graph
+    because DDP waits for the gradient of every parameter."""
 
     generate_vmap_rule = True
 
@@ -78,18 +77,18 @@ def with_zero_gradients(x: Tensor, mu: Tensor, sigma: Tensor) -> Tensor:
 
 
 def softmax_cross_entropy(z: Tensor, target: Tensor, options: Options) -> Tensor:
-    """PyTorch's own, with class weights of any dtype and our error for a label out of range."""
+    """F.cross_entropy; accepts class weights of any dtype and raises our error for an out-of-range label."""
     weight, ignore_index, reduction, label_smoothing = options
     if weight is not None and not target.is_floating_point():
         weight = weight.to(z.dtype)
     try:
         return F.cross_entropy(z, target, weight, None, ignore_index, None, reduction, label_smoothing)
-    except IndexError as error:  # raised by the CPU kernel, which looks at every label anyway
+    except IndexError as error:  # raised by the CPU kernel, which checks every label anyway
         raise checks.label_error(target, z.shape[checks.class_dim(z)], ignore_index) from error
 
 
 def cross_entropy(x: Tensor, target: Tensor, mu: Tensor, sigma: Tensor, lam: float, options: Options) -> Tensor:
-    """The G-softmax loss (13) step by step; every fused version is held to it."""
+    """The G-softmax loss (13) step by step; the reference for every fused version."""
     checks.check_sigma(sigma)
     if lam == 0:
         z = with_zero_gradients(x, mu, sigma)
@@ -106,7 +105,7 @@ def xlogy(y: Tensor, log_p: Tensor) -> Tensor:
 def margin_logits(
     h: Tensor, weight: Tensor, target: Tensor, margin: int, anneal: float | Tensor, ignore_index: int
 ) -> Tensor:
-    """What a margin makes of the label's own output, (batch,), in the dtype of the arithmetic."""
+    """The target logit with the margin applied, (batch,), in the dtype of the arithmetic."""
     row = label_columns(target, ignore_index, weight.shape[0])
     with torch.autocast(h.device.type, enabled=False):
         dtype = checks.compute_dtype(h)
@@ -128,10 +127,10 @@ def label_columns(target: Tensor, ignore_index: int, classes: int) -> Tensor:
     return torch.where(target == ignore_index, 0, target).clamp(0, classes - 1).long()
 
 
-def with_target_logit(x: Tensor, target: Tensor, own: Tensor, ignore_index: int) -> Tensor:
-    """x with `own` (batch,) where the label's output was."""
+def with_target_logit(x: Tensor, target: Tensor, target_logit: Tensor, ignore_index: int) -> Tensor:
+    """x with the target's logit replaced by `target_logit` (batch,)."""
     row = label_columns(target, ignore_index, x.shape[1])
-    return x.scatter(1, row[:, None], own[:, None].to(x.dtype))
+    return x.scatter(1, row[:, None], target_logit[:, None].to(x.dtype))
 
 
 def merge_moments(a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:

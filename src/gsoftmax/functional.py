@@ -1,9 +1,9 @@
-"""The paper's equations as pure functions: the reference that kernels, modules and tests are held to.
+"""The paper's equations as pure functions: the reference implementation for kernels, modules and tests.
 
 The letters, here and everywhere else in the package:
 
 ====== ================================================================== =====================
-h      what the backbone hands the head                                   (batch, features)
+h      features from the backbone                                         (batch, features)
 x      raw outputs of the last linear layer                               (batch, classes, ...)
 z      adjusted outputs, z = x + lam * Phi((x - mu) / sigma)              (batch, classes, ...)
 p      probabilities, softmax(z)                                          (batch, classes, ...)
@@ -21,7 +21,6 @@ paper's equations.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,16 +44,14 @@ __all__ = [
 ]
 
 
-# ------------------------------------------------------------------------------------------------- the function itself
-
-
 def gaussian_cdf(x: Tensor, mu: Tensor | float, sigma: Tensor | float) -> Tensor:
     """Phi(x; mu, sigma), the Gaussian distribution function of each class (4).
 
     Written with erfc, so that the lower tail keeps its relative accuracy down to the smallest representable value
     (1 + erf loses all digits five standard deviations below the mean).
 
-    x: (N, C), (N, C, d1, ...) or (C,); mu, sigma: (C,) or a number.  Returns x's shape, in float32 for half precision.
+    x: (N, C), (N, C, d1, ...) or (C,); the result has its shape, in float32 for half precision
+    mu, sigma: (C,) or a number, the Gaussian of each class
 
     >>> gaussian_cdf(torch.tensor([[-1.0, 0.0, 30.0]]), 0.0, 1.0)
     tensor([[0.1587, 0.5000, 1.0000]])
@@ -68,7 +65,7 @@ def gaussian_cdf(x: Tensor, mu: Tensor | float, sigma: Tensor | float) -> Tensor
 def gsoftmax_logits(x: Tensor, mu: Tensor | float, sigma: Tensor | float, lam: float = 1.0) -> Tensor:
     """z = x + lam * Phi(x; mu, sigma), the exponent of (3).
 
-    x: (N, C), (N, C, d1, ...) or (C,); mu, sigma: (C,) or a number.  Returns x's shape, in float32 for half precision.
+    lam: weight of the distribution term, 0 or more; x, mu, sigma and the result as in `gaussian_cdf`
 
     >>> gsoftmax_logits(torch.tensor([[-1.0, 0.0, 30.0]]), 0.0, 1.0, lam=2.0)
     tensor([[-0.6827,  1.0000, 32.0000]])
@@ -83,7 +80,7 @@ def gsoftmax_logits(x: Tensor, mu: Tensor | float, sigma: Tensor | float, lam: f
 def gsoftmax(x: Tensor, mu: Tensor | float, sigma: Tensor | float, lam: float = 1.0) -> Tensor:
     """p = softmax(x + lam * Phi(x; mu, sigma)), the G-softmax function (3).
 
-    x: (N, C), (N, C, d1, ...) or (C,); mu, sigma: (C,) or a number.  Returns x's shape, in float32 for half precision.
+    Arguments and the shape of the result as in `gsoftmax_logits`.
 
     >>> gsoftmax(torch.tensor([[0.0, 1.0]]), 0.0, 1.0)
     tensor([[0.2073, 0.7927]])
@@ -106,10 +103,16 @@ def gsoftmax_cross_entropy(
 ) -> Tensor:
     """Cross entropy of G-softmax (13), with the options and meanings of `torch.nn.functional.cross_entropy`.
 
-    At lam = 0 it is that function, bit for bit.  `impl` picks how it is computed ("plain" is the formula below, step by
-    step); `gsoftmax.kernels.explain` says what "auto" takes.
+    At lam = 0 it is that function, bit for bit.
 
-    x: (N, C), (N, C, d1, ...) or (C,); target: class indices (N, d1, ...) or probabilities of x's shape.
+    x, mu, sigma: as in `gaussian_cdf`
+    lam: weight of the distribution term
+    target: class indices (N, d1, ...) or probabilities of x's shape
+    weight: (C,), class weights
+    ignore_index: the class index of targets that do not contribute
+    reduction: "mean", "sum" or "none"
+    label_smoothing: between 0 and 1
+    impl: the implementation, one of `gsoftmax.kernels.IMPLS`; `gsoftmax.kernels.explain` tells what "auto" chooses
 
     >>> x, target = torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 1])
     >>> gsoftmax_cross_entropy(x, target, mu=0.0, sigma=1.0)
@@ -143,9 +146,12 @@ def linear_gsoftmax_cross_entropy(
 ) -> Tensor:
     """`gsoftmax_cross_entropy(linear(h, weight, bias), target, ...)` in one call.
 
-    `class_weight` is what the other losses call `weight`; here `weight` is the matrix of the linear layer.
+    h: (..., D), features
+    weight, bias: (C, D) and (C,), the linear layer
+    target: class indices (...) or probabilities (..., C)
+    class_weight: (C,), what the other losses call `weight`
 
-    h: (..., D); weight: (C, D); bias: (C,); target: class indices (...) or probabilities (..., C).
+    Other options as in `gsoftmax_cross_entropy`.
 
     >>> h, weight = torch.eye(2), torch.tensor([[2.0, 0.0], [0.0, 1.0]])
     >>> linear_gsoftmax_cross_entropy(h, weight, torch.tensor([0, 1]), mu=0.0, sigma=1.0)
@@ -158,9 +164,6 @@ def linear_gsoftmax_cross_entropy(
     options = Options(class_weight, ignore_index, reduction, label_smoothing)
     loss = kernels.linear_cross_entropy(Linear(h, weight, bias), target, mu, sigma, lam, options, impl)
     return loss.reshape(shape) if reduction == "none" else loss
-
-
-# ------------------------------------------------------------------------------------------------------ several labels
 
 
 def multilabel_cross_entropy(
@@ -177,7 +180,7 @@ def multilabel_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Cross entropy where every label is present or absent, in the four forms that go by the paper's name.
+    """Cross entropy where every label is present or absent, in the four variants found in the paper and its code.
 
     With z = x + lam * Phi (z = x without `gaussians`) and s the logistic function, the loss of a label is
 
@@ -188,13 +191,19 @@ def multilabel_cross_entropy(
                                                                               cross entropy of x+ - x-
     "independent" -log s(z+)                   -log s(z-)                     equation (15)
     "printed"     -log s(z+)                   -log(1 - s(z-))                (16); the sign of x- differs from (15)
-    "msml"        -log s(z+)                   -log(1 - s(z+))                (14), one output a label: x_neg is None
+    "msml"        -log s(z+)                   -log(1 - s(z+))                (14), one output per label: x_neg is None
     ============= ============================ ============================== ==========================================
 
-    x_pos, x_neg: (N, L); target: (N, L), 0 or 1 or a probability, `ignore_index` where unknown; weight and pos_weight:
-    (L,), as in `binary_cross_entropy_with_logits`.  gaussians: (mu+, sigma+, mu-, sigma-), or (mu, sigma) for "msml".
-    reduction: "mean" over the labels that count, "sum", "none" (N, L), or "batchmean", which sums over labels and
-    averages over the batch, as the paper's equations do.
+    x_pos, x_neg: (N, L), outputs for "present" and "absent"
+    target: (N, L), 0 or 1 or a probability, `ignore_index` where unknown
+    form: one of the table
+    gaussians: (mu+, sigma+, mu-, sigma-), or (mu, sigma) for "msml"
+    lam: weight of the distribution term
+    weight, pos_weight: (L,), as in `torch.nn.functional.binary_cross_entropy_with_logits`
+    ignore_index: the value of unknown targets
+    reduction: "mean" over the known labels, "sum", "none" (N, L), or "batchmean", which sums over labels and averages
+        over the batch, as the paper's equations do
+    label_smoothing: between 0 and 1
 
     >>> x_pos, x_neg = torch.tensor([[2.0, -1.0]]), torch.tensor([[0.0, 1.0]])
     >>> multilabel_cross_entropy(x_pos, x_neg, torch.tensor([[1, 0]]))
@@ -203,28 +212,17 @@ def multilabel_cross_entropy(
     lam = checks.check_lam(lam)
     options = Options(weight, ignore_index, reduction, label_smoothing)
     checks.check_multilabel(x_pos, x_neg, target, form, pos_weight, options)
-    z_pos, z_neg = _multilabel_logits(x_pos, x_neg, form, gaussians, lam)
+    present, absent = _multilabel_logits(x_pos, x_neg, form, gaussians, lam)
 
     known = target != ignore_index
-    y = torch.where(known, target, 0).to(z_pos.dtype)
+    y = torch.where(known, target, 0).to(present.dtype)
     if checks.values_are_free(y) and not bool(((y >= 0) & (y <= 1)).all()):
         raise ValueError(
             f"target must hold 0, 1, probabilities between them or ignore_index={ignore_index}, "
             f"got values from {y.min().item()} to {y.max().item()}"
         )
     y = y * (1 - label_smoothing) + label_smoothing / 2
-
-    if form == "paired":
-        # logsigmoid(z+ - z-) would round x+ - x- before the exponential sees it; so does softmax, and it is what
-        # binary cross entropy on x+ - x- does, so the two agree to the last bits.
-        log_p, log_q = F.logsigmoid(z_pos - z_neg), F.logsigmoid(z_neg - z_pos)
-    elif form == "independent":
-        log_p, log_q = F.logsigmoid(z_pos), F.logsigmoid(z_neg)
-    elif form == "printed":
-        log_p, log_q = F.logsigmoid(z_pos), F.logsigmoid(-z_neg)
-    else:
-        log_p, log_q = F.logsigmoid(z_pos), F.logsigmoid(-z_pos)
-
+    log_p, log_q = F.logsigmoid(present), F.logsigmoid(absent)
     if pos_weight is not None:
         log_p = log_p * pos_weight.to(log_p.dtype)
     loss = -equations.xlogy(y, log_p) - equations.xlogy(1 - y, log_q)
@@ -250,43 +248,56 @@ def multilabel_probabilities(
 ) -> Tensor:
     """p+, the probability that a label is present; a label is predicted where p+ >= 0.5.
 
-    "paired": softmax(z+, z-)[+]; "printed" and "msml": s(z+); "independent" has two unlinked answers, s(z+) for
-    presence and s(z-) for absence, and p+ is the mean of the first and of one minus the second.  Shapes as in
-    `multilabel_cross_entropy`.
+    "paired": softmax(z+, z-)[+]; "printed" and "msml": s(z+); "independent" predicts presence and absence separately,
+    and p+ is the mean of s(z+) and 1 - s(z-).  Arguments as in `multilabel_cross_entropy`.
 
     >>> multilabel_probabilities(torch.tensor([[2.0]]), torch.tensor([[0.0]]))
     tensor([[0.8808]])
     """
     lam = checks.check_lam(lam)
     checks.check_form(form, x_pos, x_neg)
-    z_pos, z_neg = _multilabel_logits(x_pos, x_neg, form, gaussians, lam)
-    if form == "paired":
-        return torch.sigmoid(z_pos - z_neg)
+    present, absent = _multilabel_logits(x_pos, x_neg, form, gaussians, lam)
     if form == "independent":
-        return (torch.sigmoid(z_pos) + torch.sigmoid(-z_neg)) / 2
-    return torch.sigmoid(z_pos)
+        return (torch.sigmoid(present) + torch.sigmoid(-absent)) / 2
+    return torch.sigmoid(present)
 
 
-# ----------------------------------------------------------------------------------------------------------- L-softmax
+def _multilabel_logits(
+    x_pos: Tensor, x_neg: Tensor | None, form: str, gaussians: Sequence[Tensor | float] | None, lam: float
+) -> tuple[Tensor, Tensor]:
+    """a and b such that a label's loss is -log s(a) if it is present and -log s(b) if it is absent."""
+    g = gaussians
+    if g is not None:
+        needed = ("mu", "sigma") if form == "msml" else ("mu_pos", "sigma_pos", "mu_neg", "sigma_neg")
+        if len(g) != len(needed):
+            raise ValueError(f"gaussians must be ({', '.join(needed)}) for form={form!r}, got {len(g)} values")
+    z_pos = x_pos.to(checks.compute_dtype(x_pos)) if g is None else gsoftmax_logits(x_pos, g[0], g[1], lam)
+    if x_neg is None:
+        return z_pos, -z_pos
+    z_neg = x_neg.to(checks.compute_dtype(x_neg)) if g is None else gsoftmax_logits(x_neg, g[2], g[3], lam)
+    if form == "paired":
+        # Subtracting before the exponential rounds z+ - z-; so do softmax and binary cross entropy on x+ - x-, so the
+        # results agree to the last bits.
+        return z_pos - z_neg, z_neg - z_pos
+    return z_pos, z_neg if form == "independent" else -z_neg
 
 
 def large_margin_logits(
-    h: Tensor,  # (batch, features)
-    weight: Tensor,  # (classes, features)
-    target: Tensor,  # (batch,)
-    margin: int,
-    anneal: float | Tensor = 0.0,
-    *,
-    ignore_index: int = -100,
-) -> Tensor:  # (batch, classes)
-    """Logits of L-softmax (Liu et al. 2016): the target's logit is made harder, the others are plain.
+    h: Tensor, weight: Tensor, target: Tensor, margin: int, anneal: float | Tensor = 0.0, *, ignore_index: int = -100
+) -> Tensor:
+    """Logits of L-softmax (Liu et al. 2016): the margin reduces the target's logit; the others are unchanged.
 
     With n = |W_y||h|, theta the angle between W_y and h, k such that theta lies in [k pi / m, (k + 1) pi / m], and
 
         psi(theta) = (-1)^k cos(m theta) - 2k,
 
-    the target's logit is (anneal * n cos(theta) + n psi(theta)) / (1 + anneal).  A large `anneal` is plain softmax
-    without bias, 0 the full margin; margin 1 is plain whatever `anneal` is.
+    the target's logit is (anneal * n cos(theta) + n psi(theta)) / (1 + anneal).
+
+    h, weight: (N, D) features and (C, D), the linear layer without bias; the result is (N, C)
+    target: (N,) class indices, `ignore_index` for rows without one
+    margin: m, 1 to 4; 1 is plain softmax
+    anneal: 0 is the full margin, a large value plain softmax
+    ignore_index: as in `gsoftmax_cross_entropy`
 
     >>> h, weight = torch.tensor([[4.0, 3.0]]), torch.eye(2)
     >>> large_margin_logits(h, weight, torch.tensor([0]), margin=2)
@@ -296,9 +307,8 @@ def large_margin_logits(
     logits = F.linear(h, weight)
     if margin == 1:
         return logits
-    return equations.with_target_logit(
-        logits, target, equations.margin_logits(h, weight, target, margin, anneal, ignore_index), ignore_index
-    )
+    target_logit = equations.margin_logits(h, weight, target, margin, anneal, ignore_index)
+    return equations.with_target_logit(logits, target, target_logit, ignore_index)
 
 
 def large_margin_cross_entropy(
@@ -314,9 +324,14 @@ def large_margin_cross_entropy(
     label_smoothing: float = 0.0,
     impl: str = "auto",
 ) -> Tensor:
-    """Cross entropy of `large_margin_logits`; where they are many, no more than a chunk of rows of them exists.
+    """Cross entropy of `large_margin_logits`; large inputs are computed one chunk of rows at a time.
 
-    h: (..., D); weight: (C, D); target: class indices (...).
+    h: (..., D), features
+    weight: (C, D), the linear layer
+    target: class indices (...)
+    margin, anneal: see `large_margin_logits`
+
+    Other options as in `linear_gsoftmax_cross_entropy`.
 
     >>> h, weight = torch.tensor([[4.0, 3.0]]), torch.eye(2)
     >>> large_margin_cross_entropy(h, weight, torch.tensor([0]), margin=2)
@@ -329,18 +344,3 @@ def large_margin_cross_entropy(
     options = Options(class_weight, ignore_index, reduction, label_smoothing)
     loss = kernels.linear_cross_entropy(Linear(h, weight, None, logit), target, mu, sigma, 0.0, options, impl)
     return loss.reshape(shape) if reduction == "none" else loss
-
-
-# ------------------------------------------------------------------------------------- the same without checks, shared
-
-
-def _multilabel_logits(
-    x_pos: Tensor, x_neg: Tensor | None, form: str, gaussians: Sequence[Tensor | float] | None, lam: float
-) -> tuple[Tensor, Tensor | Any]:
-    if gaussians is None:
-        return x_pos.to(checks.compute_dtype(x_pos)), None if x_neg is None else x_neg.to(checks.compute_dtype(x_neg))
-    needed = ("mu", "sigma") if form == "msml" else ("mu_pos", "sigma_pos", "mu_neg", "sigma_neg")
-    if len(gaussians) != len(needed):
-        raise ValueError(f"gaussians must be ({', '.join(needed)}) for form={form!r}, got {len(gaussians)} values")
-    z_pos = gsoftmax_logits(x_pos, gaussians[0], gaussians[1], lam)
-    return z_pos, None if x_neg is None else gsoftmax_logits(x_neg, gaussians[2], gaussians[3], lam)

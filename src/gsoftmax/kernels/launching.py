@@ -1,4 +1,4 @@
-"""Starting Triton kernels: where they can run, how a table is cut for them, and launches that take little time."""
+"""Launching Triton kernels: device checks, tile plans, and a cache that makes launches cheap."""
 
 from __future__ import annotations
 
@@ -21,9 +21,6 @@ _stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # of a devi
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 
-# --------------------------------------------------------------------------------------------------------------- where
-
-
 @triton.jit
 def _trial_kernel(out):  # type: ignore[no-untyped-def]
     tl.store(out, 1.0)
@@ -33,23 +30,23 @@ INTERPRETED = not isinstance(_trial_kernel, triton.runtime.JITFunction)
 
 
 def unsupported_device(x: Tensor) -> str:
-    """Why no kernel runs where x is, in a few words; "" where they do."""
+    """The reason why Triton is unavailable on x's device; "" if it is available."""
     if not x.is_cuda:
         return "" if INTERPRETED and x.device.type == "cpu" else f"x is on {x.device.type}, not on a GPU"
-    return "" if torch.compiler.is_compiling() else cannot_run(x.device)  # torch.compile needs Triton for itself
+    return "" if torch.compiler.is_compiling() else cannot_run(x.device)  # torch.compile needs Triton itself
 
 
 @lru_cache
 def cannot_run(device: torch.device) -> str:
-    """Why no kernel runs on this GPU, in a few words, found by running one; "" where they do.
+    """Why no kernel runs on this GPU, found by running one; "" if it runs.
 
-    Triton can be there without what it needs: a C compiler, Python's headers, a folder to write to, a recent GPU.
+    Triton may be installed without what it needs: a C compiler, Python's headers, a writable folder, a recent GPU.
     """
     try:
         _try(torch.zeros(1, device=device))
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # each of these fails in a way of its own
+    except Exception as error:  # each failure raises a different exception
         first = next(iter(str(error).splitlines()), type(error).__name__)
         why = f"Triton cannot run kernels on {device}: {first}"
         warnings.warn(f"{why}; falling back to a slower implementation", stacklevel=2)
@@ -58,7 +55,7 @@ def cannot_run(device: torch.device) -> str:
 
 
 def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Triton launches on the current device, which may not be the one that holds the first argument."""
+    """Make the device of the first argument the current one, on which Triton launches."""
 
     @wraps(function)
     def call(first: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -80,11 +77,8 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-# ------------------------------------------------------------------------------------------------------------- cutting
-
-
 class Plan(NamedTuple):
-    """How a kernel is cut: a tile of block_n rows and block_c classes, `rows` rows to a program."""
+    """Tiles of a kernel: block_n rows and block_c classes, `rows` rows per program."""
 
     block_n: int
     block_c: int
@@ -104,34 +98,32 @@ def power_of_2(a: int) -> int:
     return 1 << (a - 1).bit_length()
 
 
-# ----------------------------------------------------------------------------------------------------------- launching
-
-
-# What a launch needs, from calls seen before.  Triton looks at every argument to find the kernel that fits; for a small
-# table that takes longer than the work, and everything it looks at is in the key.
 @dataclass(slots=True)
 class Call:
-    """What all calls of one kind have in common."""
+    """What all calls with the same key have in common."""
 
     block: Plan
     flags: tuple[Any, ...]
-    before: tuple[Any, ...]  # the numbers that kernels are given, before those that come from lam
-    after: tuple[Any, ...]
+    before: tuple[Any, ...]  # scalar arguments before those that come from lam
+    after: tuple[Any, ...]  # and after them
     tiles: int
     programs: int
-    groups: int = 1  # of rows, each with its part of dmu and dsigma
-    size: int = 0  # of the statistics, without the divisor
-    whole: bool = False  # one program does everything
+    groups: int = 1  # of rows, each with its partial sums of dmu and dsigma
+    size: int = 0  # of the statistics without the divisor
+    whole: bool = False  # one program computes everything
     kernels: dict[Any, Any] = field(default_factory=dict)  # compiled
 
 
+# Triton inspects every argument to select a compiled kernel, which takes longer than the work on a small table.
+# Everything it inspects is part of the key here.
 calls: dict[Any, Call] = {}
 
 
-def remember(key: Any, call: Call) -> None:
+def remember(key: Any, call: Call) -> Call:
     if len(calls) >= 4096:  # every batch has another size
         calls.clear()
     calls[key] = call
+    return call
 
 
 def launch(
@@ -143,7 +135,7 @@ def launch(
     warps: int,
     registers: int | None = None,
 ) -> None:
-    """Launches `kernel`, the second time without looking at what is the same as the first time."""
+    """Launch `kernel`; compiled code and argument setup are cached in `call`."""
     pointers = [None if v is None else v.data_ptr() for v in arrays]
     together = 0
     for p in pointers:
@@ -159,15 +151,15 @@ def launch(
     if registers:
         options["maxnreg"] = registers
     compiled = kernel[(programs,)](*arrays, *numbers, **options)
-    if compiled is not None:  # as it is in the interpreter
-        # the kernel itself too, because its function goes with it
+    if compiled is not None:  # None in the interpreter
+        # `compiled` too, because its function is freed with it
         call.kernels[key] = (
             compiled.run, compiled.function, compiled.packed_metadata, arrays[0].device.index, compiled
         )  # fmt: skip
 
 
 def _watched() -> bool:
-    """Whether a profiler of Triton wants to hear of launches; it has the usual way then."""
+    """Whether a Triton profiler has launch hooks; then Triton's own launcher is used."""
     hooks = triton.knobs.runtime
     enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

@@ -1,4 +1,4 @@
-"""The compiled CPU kernel (native.c) on tensors: finding the library, and one call."""
+"""The compiled CPU kernel (native.c) on tensors: loading the library, and one call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..checks import Options, check_sigma, label_error
 
 __all__ = ["INSTRUCTIONS", "evaluate", "unavailable"]
 
-# The first is what every processor of its kind has.
+# The first is the baseline of the architecture.
 _BASELINES = {"x86_64": "SSE2", "aarch64": "NEON", "arm64": "NEON"}
 INSTRUCTIONS = {1: _BASELINES.get(platform.machine(), "baseline"), 2: "AVX2", 3: "AVX-512"}
 
@@ -34,25 +34,25 @@ _empty, _empty_like, _get_num_threads = torch.empty, torch.empty_like, torch.get
 
 _REINSTALL = "install gsoftmax again to build it here"
 
-_call: Any = None  # the function, once it has been looked for
+_call: Any = None  # the function, once loaded
 _why = "not looked for"
 _team = 0
-_best = _taken = 0  # what the processor has, and what this process uses
-instructions = 0  # a number of INSTRUCTIONS instead of `_taken`, for tests
+_best = _taken = 0  # the widest instruction set of the processor, and the one in use
+instructions = 0  # overrides `_taken`, for tests
 
 
 def unavailable() -> str:
-    """Why the compiled kernel cannot be used, in words; empty when it can."""
+    """The reason why the compiled kernel is unavailable; "" if it is available."""
     global _call, _why, _team, _best, _taken
     if _why == "not looked for":
         library, why = _load()
         if library is not None:
             _best = library.gsoftmax_best_isa()
-            # Never wider than torch's own kernels, so that its variable ATEN_CPU_CAPABILITY holds for ours as well.
+            # Never wider than torch's own kernels, so that ATEN_CPU_CAPABILITY applies to ours as well.
             _taken = min(_best, {"DEFAULT": 1, "NO AVX": 1, "AVX2": 2}.get(torch.backends.cpu.get_cpu_capability(), 3))
-            # The threads of torch's own OpenMP runtime, which is in the process already, instead of a second pool.
-            # Where none is found by this name, native.c makes threads itself.  A runtime that is not torch's, found
-            # first, gives the same numbers from a second pool.
+            # The threads of torch's OpenMP runtime, which the process has already loaded, instead of a second pool.
+            # If no such function is found, native.c starts its own threads.  Another OpenMP runtime, found first,
+            # computes the same numbers with a second pool.
             team = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
             _team = ctypes.cast(team, ctypes.c_void_p).value or 0 if team else 0
             _call = library.gsoftmax_cross_entropy
@@ -61,12 +61,12 @@ def unavailable() -> str:
 
 
 def best_instructions() -> int:
-    """The widest instruction set of `INSTRUCTIONS` that this processor has; 0 without the compiled kernel."""
+    """The widest of `INSTRUCTIONS` that this processor supports; 0 without the compiled kernel."""
     return 0 if unavailable() else _best
 
 
 def explain_instructions() -> str:
-    """The instruction set that the kernel uses and, where the processor has a wider one, why not that."""
+    """The instruction set in use and, where the processor has a wider one, why not that."""
     best, taken = best_instructions(), instructions or _taken
     if taken == best:
         return INSTRUCTIONS[taken]
@@ -76,7 +76,7 @@ def explain_instructions() -> str:
 
 
 def _files() -> tuple[Path | None, Path]:
-    """The library, if there is one that this Python could load, and its source, which only a checkout has."""
+    """The library built for this Python, if any, and its source, which only a checkout has."""
     here = Path(__file__)
     libraries = (here.with_name("_native" + suffix) for suffix in EXTENSION_SUFFIXES)
     return next((file for file in libraries if file.exists()), None), here.with_name("native.c")
@@ -105,7 +105,7 @@ def _load() -> tuple[Any, str]:
 
 
 def _strides(v: Tensor) -> tuple[int, ...]:
-    """Of (N, C, S), for any of the shapes that stand for it."""
+    """Strides of the (N, C, S) view of any supported shape."""
     stride = v.stride()
     return (*stride, 0) if len(stride) == 2 else stride if len(stride) == 3 else (0, *stride, 0)
 
@@ -144,12 +144,8 @@ def evaluate(
     else:
         if target.dtype is not torch.int64:
             target = target.long()
-        if not target.is_contiguous():
-            target = target.contiguous()
-    if not mu.is_contiguous():
-        mu = mu.contiguous()
-    if not sigma.is_contiguous():
-        sigma = sigma.contiguous()
+        target = target.contiguous()
+    mu, sigma = mu.contiguous(), sigma.contiguous()
     if weight is not None:
         weight = weight.to(torch.float32).contiguous()
     row_grad, scale = None, 1.0
@@ -168,36 +164,15 @@ def evaluate(
         dmu, dsigma = _empty_like(mu), _empty_like(mu)
 
     label, prob = (0, target.data_ptr()) if probabilities else (target.data_ptr(), 0)
-    failed = _call(
-        _pack(
-            x.data_ptr(),
-            0 if dx is None else dx.data_ptr(),
-            label,
-            prob,
-            mu.data_ptr(),
-            sigma.data_ptr(),
-            0 if weight is None else weight.data_ptr(),
-            0 if row_grad is None else row_grad.data_ptr(),
-            loss.data_ptr(),
-            0 if dmu is None else dmu.data_ptr(),
-            0 if dsigma is None else dsigma.data_ptr(),
-            _DTYPES[x.dtype],
-            n,
-            c,
-            s,
-            *_strides(x),
-            *dx_strides,
-            *prob_strides,
-            ignore_index,
-            _REDUCTIONS[reduction],
-            _get_num_threads(),
-            _team,
-            instructions or _taken,
-            lam,
-            label_smoothing,
-            scale,
-        )
-    )
+    job = _pack(
+        x.data_ptr(), 0 if dx is None else dx.data_ptr(), label, prob, mu.data_ptr(), sigma.data_ptr(),
+        0 if weight is None else weight.data_ptr(), 0 if row_grad is None else row_grad.data_ptr(), loss.data_ptr(),
+        0 if dmu is None else dmu.data_ptr(), 0 if dsigma is None else dsigma.data_ptr(),
+        _DTYPES[x.dtype], n, c, s, *_strides(x), *dx_strides, *prob_strides,
+        ignore_index, _REDUCTIONS[reduction], _get_num_threads(), _team, instructions or _taken,
+        lam, label_smoothing, scale,
+    )  # fmt: skip
+    failed = _call(job)
     if failed:
         if failed == _BAD_LABEL:
             raise label_error(target, c, ignore_index)

@@ -1,4 +1,4 @@
-"""Cross entropy of G-softmax on a GPU: Triton kernels and their autograd glue.
+"""Cross entropy of G-softmax on a GPU: Triton kernels, their launches, and operators for torch.compile.
 
 With u = (x - mu) / sigma and z = x + lam * Phi(u), the loss of a row and its gradients are
 
@@ -10,22 +10,22 @@ With u = (x - mu) / sigma and z = x + lam * Phi(u), the loss of a row and its gr
 which covers every option: t is the label, b = (1 - smoothing) weight_t and k_c = smoothing / C weight_c; where targets
 are probabilities y, b = 0 and k_c = weight_c ((1 - smoothing) y_c + smoothing / C).
 
-What takes time is reading x twice and writing dx once and, close behind, arithmetic: a GPU moves a bfloat16 in the
-time of some twenty instructions, of which two or three may be special functions.  So
+The cost is reading x twice and writing dx once, closely followed by arithmetic: a GPU moves a bfloat16 in the time of
+some twenty instructions, of which two or three may be special functions.  So
 
 * lse is kept as m = max x and s = sum exp(z - m), which loses no digits where all x are large and costs no more: 1 / s
   goes into the row's factor;
-* everything is in base 2, and all z are shifted by -lam / 2, which a softmax does not notice: what is added to x is
-  then +-lam (1/2 - Phi(-|u|)), a subtraction and a sign;
+* everything is in base 2, and all z are shifted by -lam / 2, to which softmax is invariant: the term added to x is then
+  +-lam (1/2 - Phi(-|u|)), a subtraction and a sign;
 * Phi(-t) = exp2(P(t)), P a polynomial fitted for the error of Phi: one special function where the usual erf
   polynomials take two, an exponential and a reciprocal.  phi takes another exp2 in the backward pass, and must hold
   far into the tail, because it is divided by sigma;
-* a program keeps mu, sigma and the sums for their gradients in registers for a tile of classes, and walks down rows;
-* rows wider than a tile are put together by a second, small kernel, and sums over groups of rows are added at the end,
-  both in a fixed order: no atomics, the same bits every time.
+* a program keeps mu, sigma and the sums for their gradients in registers for a tile of classes, and loops over rows;
+* a second small kernel combines the tiles of a row, and sums over groups of rows are added at the end, both in a fixed
+  order: no atomics, bit-identical results.
 
-Nothing here waits for the GPU.  A label outside of 0 ... C - 1 that is not `ignore_index` can't raise for that reason:
-its row's loss and gradient are NaN.
+There is no GPU synchronization, so a label outside of 0 ... C - 1 that is not `ignore_index` cannot raise an error: its
+row's loss and gradient are NaN.
 """
 
 # Kernels have no Python types, and neither have the decorators that make them.
@@ -44,7 +44,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..checks import Options
+from ..checks import Options, class_dim
 from .autograd import Loss, apply
 from .launching import (
     DTYPES,
@@ -64,7 +64,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 # Kernels keep u times ROOT, so that exp(-u^2 / 2) is exp2(-u^2).
 ROOT = tl.constexpr(0.8493218002880191)
-# P is followed to here; Phi(-t) is then 1.6e-8, and stays there.
+# P is evaluated up to here; Phi(-t) is 1.6e-8 there, and constant beyond.
 T_MAX = tl.constexpr(4.7)
 # 1 / sigma must not overflow.
 SIGMA_MIN = tl.constexpr(1e-30)
@@ -129,7 +129,7 @@ def _finish(
 
     stats: (N,) each of m, 1 / s, b for class indices, K where k is not 0; then, for the mean, its divisor.  out: the
     loss itself where the reduction is "none" or one program has all rows (WHOLE), else (2, N): losses, and shares in
-    the divisor.  A row that does not count has m = inf, so that p = 0, whatever it holds.
+    the divisor.  An ignored row has m = inf, so that p = 0, whatever its x.
     """
     depth = tl.log2(total)
     loss = tl.zeros_like(top)
@@ -272,7 +272,7 @@ def _combine_kernel(
     """The loss of rows from their parts (2 or 4, N, T): largest x, sum of exp2, the two sums over k."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     ok = rows < N
-    # Sums are kept apart by lane until the end: Triton 3.6 cannot compile a reduction inside such a loop.
+    # Sums are kept per lane until the end: Triton 3.6 cannot compile a reduction inside such a loop.
     lanes = tl.full([BLOCK_N, BLOCK_T], float("-inf"), tl.float32)
     for t in range(0, T, BLOCK_T):
         tiles = t + tl.arange(0, BLOCK_T)
@@ -344,7 +344,7 @@ def _backward_rows(
         g = tl.load(grad).to(tl.float32)
         if MEAN:
             by = tl.load(stats + (4 * N if HARD and DENSE else 3 * N))
-            g = tl.where(by == 0.0, 0.0, g / by)  # no row counts
+            g = tl.where(by == 0.0, 0.0, g / by)  # every row is ignored
     sum_mu = tl.zeros([BLOCK_C], tl.float32)
     sum_sigma = tl.zeros([BLOCK_C], tl.float32)
     for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
@@ -385,7 +385,7 @@ def _backward_rows(
             if SINGLE:
                 d -= tl.where(cols[None, :] == t[:, None], b[:, None], 0.0)
             else:
-                # Few tiles hold a label, so the others skip looking for it.
+                # Few tiles contain the label; the others skip the search.
                 near = t - tile * BLOCK_C
                 if tl.max(((near >= 0) & (near < BLOCK_C)).to(tl.int32), 0) > 0:
                     d -= tl.where(cols[None, :] == t[:, None], b[:, None], 0.0)
@@ -423,7 +423,7 @@ def _backward_kernel(
     """dx of a tile of classes and `rows_each` rows, and the group's parts (groups, C) of dmu and dsigma."""
     program = tl.program_id(0)
     tile = program % T
-    # The last rows first: they are what the forward pass left in the cache.
+    # Last rows first: they are still in the cache after the forward pass.
     groups = tl.num_programs(0) // T
     group = groups - 1 - program // T
     first = group * rows_each
@@ -458,7 +458,7 @@ TUNED = {
 
 
 def plan(kind: str, rows: int, classes: int, itemsize: int, device: torch.device) -> Plan:
-    """The tile for a table of this size; `kind` is "forward" or "backward"."""
+    """The tile for x of this size; `kind` is "forward" or "backward"."""
     # Where x is half precision, an error of Phi of 3e-7 is far below what x itself was rounded by.
     degree = 7 if itemsize == 4 else 5 if kind == "forward" else 6
     block_n, block_c, each, warps, stages, registers = TUNED[kind, itemsize]
@@ -468,11 +468,11 @@ def plan(kind: str, rows: int, classes: int, itemsize: int, device: torch.device
         block_n = min(max(1, 2048 // block_c), power_of_2(rows))
         warps = min(4, max(1, block_n * block_c // 512))
         if kind == "backward" and rows <= 1024 and classes >= 256:
-            # Sums over all rows in one program: what this takes longer, it saves in launches.
+            # Summing over all rows in one program saves launches.
             block_c, block_n = 32, min(128, power_of_2(rows))
             warps = max(1, block_n * block_c // 512)
             return Plan(block_n, block_c, cdiv(rows, block_n) * block_n, warps, 1, degree, None)
-    # Enough programs to fill the GPU several times over come before long walks down the rows.
+    # Filling the GPU several times over matters more than long loops over rows.
     waves = 2 if kind == "backward" and classes <= block_c else 8
     groups = max(1, waves * processors(device) // cdiv(classes, block_c))
     each = min(each, block_n * max(1, cdiv(rows, groups * block_n)))
@@ -508,8 +508,7 @@ def forward(
     )  # fmt: skip
     call = calls.get(key)
     if call is None:
-        call = _forward_call(x, target, lam, options, cut)
-        remember(key, call)
+        call = remember(key, _forward_call(x, target, lam, options, cut))
     n, tiles, cut = x.shape[0], call.tiles, call.block
     stats = torch.empty(call.size + (reduction == "mean"), dtype=torch.float32, device=device)
     loss = torch.empty(n if reduction == "none" else (), dtype=dtype, device=device)
@@ -534,25 +533,30 @@ def forward(
     return loss, stats
 
 
-def _forward_call(x: Tensor, target: Tensor, lam: float, options: Options, cut: Plan | None) -> Call:
-    weight, ignore_index, reduction, label_smoothing = options
-    (n, c), (sx_n, sx_c), st = x.shape, x.stride(), target.stride()
-    hard = len(st) == 1
-    st_n, st_c = (st[0], 0) if hard else st
-    dense = not hard or label_smoothing > 0
+def _arguments(
+    kind: str, x: Tensor, target: Tensor, options: Options, cut: Plan | None
+) -> tuple[bool, bool, Plan, tuple[int, ...]]:
+    """HARD and DENSE, the plan, and the scalar arguments that both kernels begin with."""
+    (n, c), strides, hard = x.shape, target.stride(), target.ndim == 1
     if cut is None:
-        cut = plan("forward", n, c, x.element_size(), x.device)
-    tiles = cdiv(c, cut.block_c)
+        cut = plan(kind, n, c, x.element_size(), x.device)
+    sizes = (n, c, cdiv(c, cut.block_c), *x.stride(), strides[0], 0 if hard else strides[1])
+    return hard, not hard or options.label_smoothing > 0, cut, sizes
+
+
+def _forward_call(x: Tensor, target: Tensor, lam: float, options: Options, cut: Plan | None) -> Call:
+    weight, ignore_index, reduction, smoothing = options
+    hard, dense, cut, sizes = _arguments("forward", x, target, options, cut)
+    n, c, tiles, _, sx_c, *_ = sizes
     single, whole = tiles == 1, tiles == 1 and n <= cut.block_n and reduction != "none"
     flags = (lam != 0, hard, dense, weight is not None, sx_c == 1, reduction)
-    before = (n, c, tiles, sx_n, sx_c, st_n, st_c, cut.rows)
     after = (
-        1.0 - label_smoothing, label_smoothing / c, ignore_index, *flags, whole, single,
+        1.0 - smoothing, smoothing / c, ignore_index, *flags, whole, single,
         cut.block_n, cut.block_c, cut.degree, cut.stages,
     )  # fmt: skip
     return Call(
-        block=cut, flags=flags, before=before, after=after, tiles=tiles, programs=tiles * cdiv(n, cut.rows),
-        size=(2 + hard + dense) * n, whole=whole,
+        block=cut, flags=flags, before=(*sizes, cut.rows), after=after, tiles=tiles,
+        programs=tiles * cdiv(n, cut.rows), size=(2 + hard + dense) * n, whole=whole,
     )  # fmt: skip
 
 
@@ -581,8 +585,7 @@ def backward(
     )  # fmt: skip
     call = calls.get(key)
     if call is None:
-        call = _backward_call(grad, x, target, lam, options, need, dx, cut)
-        remember(key, call)
+        call = remember(key, _backward_call(grad, x, target, lam, options, need, dx, cut))
     (need_mu, need_sigma), groups = call.flags, call.groups
     dmu: Tensor | None
     dsigma: Tensor | None
@@ -608,35 +611,22 @@ def backward(
 
 
 def _backward_call(
-    grad: Tensor,
-    x: Tensor,
-    target: Tensor,
-    lam: float,
-    options: Options,
-    need: Sequence[bool],
-    dx: Tensor | None,
+    grad: Tensor, x: Tensor, target: Tensor, lam: float, options: Options, need: Sequence[bool], dx: Tensor | None,
     cut: Plan | None,
-) -> Call:
-    weight, _, reduction, label_smoothing = options
-    (n, c), (sx_n, sx_c), st = x.shape, x.stride(), target.stride()
-    hard = len(st) == 1
-    st_n, st_c = (st[0], 0) if hard else st
-    dense = not hard or label_smoothing > 0
-    need_x, need_mu, need_sigma = need[0], need[1] and lam != 0, need[2] and lam != 0
-    if cut is None:
-        cut = plan("backward", n, c, x.element_size(), x.device)
-    tiles, groups = cdiv(c, cut.block_c), cdiv(n, cut.rows)
+) -> Call:  # fmt: skip
+    hard, dense, cut, sizes = _arguments("backward", x, target, options, cut)
+    n, c, tiles, _, sx_c, *_ = sizes
+    need_mu, need_sigma, smoothing = need[1] and lam != 0, need[2] and lam != 0, options.label_smoothing
     sd_n, sd_c = (0, 1) if dx is None else dx.stride()
-    sg_n = grad.stride(0) if grad.ndim else 0
-    before = (n, c, tiles, sx_n, sx_c, st_n, st_c, sd_n, sd_c, sg_n, cut.rows)
     after = (
-        1.0 - label_smoothing, label_smoothing / c, lam != 0, hard, dense, weight is not None, sx_c == 1 and sd_c == 1,
-        reduction == "mean", grad.ndim > 0, need_x, need_mu, need_sigma, tiles == 1,
+        1.0 - smoothing, smoothing / c, lam != 0, hard, dense, options.weight is not None, sx_c == 1 and sd_c == 1,
+        options.reduction == "mean", grad.ndim > 0, need[0], need_mu, need_sigma, tiles == 1,
         cut.block_n, cut.block_c, cut.degree, cut.stages,
     )  # fmt: skip
+    groups, sg_n = cdiv(n, cut.rows), grad.stride(0) if grad.ndim else 0
     return Call(
-        block=cut, flags=(need_mu, need_sigma), before=before, after=after, tiles=tiles, groups=groups,
-        programs=tiles * groups,
+        block=cut, flags=(need_mu, need_sigma), before=(*sizes, sd_n, sd_c, sg_n, cut.rows), after=after, tiles=tiles,
+        groups=groups, programs=tiles * groups,
     )  # fmt: skip
 
 
@@ -662,7 +652,7 @@ class _Loss(Loss):
         return None, *backward(grad, self.stats, x, self.target, mu, sigma, self.lam, self.options, need)
 
 
-# torch.compile sees the same two functions as operators.
+# For torch.compile, the same two functions as operators.
 
 _FORWARD = (
     "(Tensor x, Tensor target, Tensor mu, Tensor sigma, float lam, Tensor? weight, SymInt ignore_index, "
@@ -759,19 +749,18 @@ def evaluate(
 
 
 def cross_entropy(x: Tensor, target: Tensor, mu: Tensor, sigma: Tensor, lam: float, options: Options) -> Tensor:
-    """`gsoftmax_cross_entropy` by Triton kernels; `supported` says which calls they take.
+    """`gsoftmax_cross_entropy` by Triton kernels.
 
-    x: (N, C), (N, C, d1, ...) or (C,); target: class indices or probabilities, as for `F.cross_entropy`; mu and sigma:
-    (C,) in float32.
+    x: (N, C), (N, C, d1, ...) or (C,); target: class indices or probabilities
+    mu, sigma: (C,) in float32
     """
     shape = None
     if x.ndim != 2:
         # Classes last, and one row for everything else.
-        hard = not target.is_floating_point()
-        shape = target.shape if hard else x.shape[:1] + x.shape[2:] if x.ndim > 1 else ()
-        c = x.shape[1 if x.ndim > 1 else 0]
-        target = target.reshape(-1) if hard else target.movedim(min(1, x.ndim - 1), -1).reshape(-1, c)
-        x = x.movedim(min(1, x.ndim - 1), -1).reshape(-1, c)
+        dim = class_dim(x)
+        c, shape = x.shape[dim], x.shape[:dim] + x.shape[dim + 1 :]
+        x = x.movedim(dim, -1).reshape(-1, c)
+        target = target.movedim(dim, -1).reshape(-1, c) if target.is_floating_point() else target.reshape(-1)
     half = x.dtype != torch.float32 and not torch.is_autocast_enabled(x.device.type)
     dtype = x.dtype if half else torch.float32
     mu, sigma = mu.contiguous(), sigma.contiguous()
