@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -16,21 +15,25 @@ import torch
 from processes import one_thread  # noqa: F401
 from safetensors.torch import load_file
 
-from gsoftmax import build, distributed, evaluation, runs, train
+from gsoftmax import build, cli, distributed, evaluation, runs, train
 from gsoftmax.config import Config
 from gsoftmax.distributed import World
 
 # Without batch norm, whose statistics are each process's own, the number of processes must not matter.  Batches of 50
 # on 3 processes are shares of 17, 17 and 16.
 OPTIONS = ["data=digits", "backbone=mlp", "epochs=2", "batch_size=50", "device=cpu", "threads=1", "lr=0.02"]
-OPTIONS += ["backbone_options.batchnorm=false"]
-OPTIONS += ["evaluate_every=1", "accumulate=2", "clip=1.0"]
+OPTIONS += ["backbone_options.batchnorm=false", "evaluate_every=1", "accumulate=2", "clip=1.0"]
 
 
-def single(tmp_path: Path, changes: list[str]) -> dict:
-    from gsoftmax.cli import parse_changes
+def config(*changes: str) -> Config:
+    return Config().override(cli.parse_changes([*OPTIONS, *changes]))
 
-    return train.train(Config().override(parse_changes([*OPTIONS, *changes])), tmp_path / "one")
+
+def outputs_agree(a: Path, b: Path) -> None:
+    one, many = load_file(a), load_file(b)
+    assert torch.equal(one["y"], many["y"]) and set(one) == set(many)
+    for name in ("x", "p", "mu", "sigma", "train_mean"):
+        assert (one[name].double() - many[name].double()).abs().max() < 2e-4 * one[name].abs().max(), name
 
 
 CASES = {
@@ -39,55 +42,38 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case, size", [("tracked", 3), ("learned-fsdp", 2)])
-def test_as_one_process(case, size, tmp_path):
-    argv = ["train", "digits", *OPTIONS, *CASES[case], "--out", "many"]
-    compare(processes.torchrun(size, processes.gsoftmax, *argv, cwd=tmp_path), CASES[case], size, tmp_path)
-
-
-@pytest.mark.slow
-def test_as_one_process_by_torchrun_itself(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m", "gsoftmax"]
-    command += ["train", "digits", *OPTIONS, *CASES["tracked"], "--out", "many"]
-    environment = dict(os.environ, OMP_NUM_THREADS="1")
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    compare(done, CASES["tracked"], 3, tmp_path)
-
-
-def compare(done: subprocess.CompletedProcess[str], changes: list[str], size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "case, size, by_torchrun",
+    [("tracked", 3, False), ("learned-fsdp", 2, False), pytest.param("tracked", 3, True, marks=pytest.mark.slow)],
+)
+def test_as_one_process(case, size, by_torchrun, tmp_path):
+    changes, folder = CASES[case], tmp_path / "many"
+    argv = ["train", "digits", *OPTIONS, *changes, "--out", "many"]
+    if by_torchrun:
+        command = [sys.executable, *["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"], str(size)]
+        environment = dict(os.environ, OMP_NUM_THREADS="1")
+        command += ["-m", "gsoftmax", *argv]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    else:
+        done = processes.torchrun(size, processes.gsoftmax, *argv, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("error ") == 1  # one of them speaks
-    one = single(tmp_path, changes)
-    many = runs.read_result(tmp_path / "many")
-    a, b = (load_file(tmp_path / name / "outputs.safetensors") for name in ("one", "many"))
-    assert torch.equal(a["y"], b["y"]) and set(a) == set(b)
-    for name in ("x", "p", "mu", "sigma", "train_mean"):
-        scale = a[name].abs().max()
-        assert (a[name].double() - b[name].double()).abs().max() < 2e-4 * scale, name
+    assert done.stdout.count("error ") == 1  # printed by rank 0 only
+    one, many = train.train(config(*changes), tmp_path / "one"), runs.read_result(folder)
+    outputs_agree(tmp_path / "one" / "outputs.safetensors", folder / "outputs.safetensors")
     for key in ("nll", "compactness", "separability", "train_ratio"):
         assert many[key] == pytest.approx(one[key], rel=1e-3), key
-    rows = [runs.read_rows(tmp_path / name) for name in ("one", "many")]
-    for x, y in zip(*rows, strict=True):
+    for x, y in zip(runs.read_rows(tmp_path / "one"), runs.read_rows(folder), strict=True):
         assert x.get("loss", 0) == pytest.approx(y.get("loss", 0), rel=1e-4)
         assert x.get("error", 0) == pytest.approx(y.get("error", 0), abs=0.0021)  # one of 500 may fall on either side
-    assert json.loads((tmp_path / "many" / "environment.json").read_text())["processes"] == size
-    # one writer, and what several wrote is what one reads
-    assert len(list((tmp_path / "many" / "checkpoint").iterdir())) == 2
-    state = torch.load(max((tmp_path / "many" / "checkpoint").iterdir()), weights_only=True)
-    parts = build.prepare(
-        Config().override(_config(changes)), build.load_data(Config(device="cpu")), torch.device("cpu")
-    )
+    assert runs.read_environment(folder)["processes"] == size
+    # one writer, and one process can read what several wrote
+    assert len(list((folder / "checkpoint").iterdir())) == 2
+    state, mine = (torch.load(max((tmp_path / n / "checkpoint").iterdir()), weights_only=True) for n in ("many", "one"))
+    parts = build.prepare(config(*changes), build.load_data(Config(device="cpu")), torch.device("cpu"))
     parts.load(state, World())
-    mine = torch.load(max((tmp_path / "one" / "checkpoint").iterdir()), weights_only=True)
     for name, value in parts.network.state_dict().items():
         torch.testing.assert_close(value, mine["network"][name], rtol=1e-3, atol=1e-3)
     assert set(state["optimizer"]["state"]) == set(mine["optimizer"]["state"])
-
-
-def _config(changes):
-    from gsoftmax.cli import parse_changes
-
-    return parse_changes([*OPTIONS, *changes])
 
 
 def _train_and_evaluate_in_shards(*argv):
@@ -103,11 +89,9 @@ def test_classes_in_shards(tmp_path):
     argv = ["train", "digits", *OPTIONS, "head=gsoftmax", "head_options.shard=class", "--out", "many"]
     done = processes.torchrun(3, _train_and_evaluate_in_shards, *argv, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    one = single(tmp_path, ["head=gsoftmax"])
-    a, b = load_file(tmp_path / "one" / "outputs.safetensors"), load_file(tmp_path / "whole.safetensors")
-    assert set(a) == set(b)
-    for name in ("x", "p", "mu", "sigma", "train_mean"):
-        assert (a[name].double() - b[name].double()).abs().max() < 2e-4 * a[name].abs().max(), name
+    one = train.train(config("head=gsoftmax"), tmp_path / "one")
+    outputs_agree(tmp_path / "one" / "outputs.safetensors", tmp_path / "whole.safetensors")
+    a = load_file(tmp_path / "one" / "outputs.safetensors")
     last = load_file(tmp_path / "many" / "outputs.safetensors")
     assert set(last) == {"y", "predicted"} and torch.equal(last["y"], a["y"])
     assert (last["predicted"] == a["p"].argmax(1)).float().mean() > 0.99
@@ -115,7 +99,7 @@ def test_classes_in_shards(tmp_path):
     for key in ("error", "compactness", "separability", "ratio", "dprime"):
         assert result[key] == pytest.approx(one[key], rel=1e-3, abs=0.0021 if key == "error" else 0), key
     with pytest.raises(ValueError, match="head_options.shard=class needs processes: torchrun"):
-        single(tmp_path / "again", ["head=gsoftmax", "head_options.shard=class"])
+        train.train(config("head=gsoftmax", "head_options.shard=class"))
 
 
 def _stop_in_epoch_two(*argv):
@@ -142,44 +126,42 @@ def test_a_checkpoint_of_two_processes_resumes_on_three(tmp_path):
     assert refused.returncode == 2 and refused.stderr.count("gsoftmax: run already contains a run") == 1
     done = processes.torchrun(3, processes.gsoftmax, *argv, "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    one = single(tmp_path, ["head=gsoftmax", "epochs=4"])
+    one = train.train(config("head=gsoftmax", "epochs=4"), tmp_path / "one")
     many = runs.read_result(tmp_path / "run")
     assert many["nll"] == pytest.approx(one["nll"], rel=1e-3)
     rows = [runs.read_rows(tmp_path / name) for name in ("one", "run")]
     assert [r["loss"] for r in rows[1][:-1]] == pytest.approx([r["loss"] for r in rows[0][:-1]], rel=1e-4)
 
 
-def test_states_travel_in_the_usual_order_of_memory():
+def test_states_are_sent_contiguous():
     """A weight in channels-last order that is sent as it lies arrives as another weight."""
-    config = Config(device="cpu")
-    parts = build.prepare(config, build.load_data(config), torch.device("cpu"))
+    base = Config(device="cpu")
+    parts = build.prepare(base, build.load_data(base), torch.device("cpu"))
     parts.network(torch.randn(2, 1, 8, 8), torch.tensor([1, 2])).backward()
     parts.optimizer.step()
-    held = [*parts.network.parameters(), *(s["momentum_buffer"] for s in parts.optimizer.state.values())]
-    assert not all(v.is_contiguous() for v in held)
+    kept = [*parts.network.parameters(), *(s["momentum_buffer"] for s in parts.optimizer.state.values())]
     state = parts.state()
     sent = [*state["network"].values(), *(s["momentum_buffer"] for s in state["optimizer"]["state"].values())]
-    assert all(v.is_contiguous() for v in sent)
+    assert not all(v.is_contiguous() for v in kept) and all(v.is_contiguous() for v in sent)
 
 
-def test_rows_come_back_in_order():
-    positions = [torch.tensor([0, 1, 4]), torch.tensor([2, 3])]
-    rows = torch.arange(10.0).view(5, 2)
-    assert distributed.gather_rows(rows, positions[:1], World()) is rows
+@pytest.mark.parametrize(
+    "changes, world, words",
+    [
+        ({}, World(0, 80), "batch_size must be at least the number of processes, 80, .* got 64"),
+        ({"ema": 0.9}, World(0, 2), "ema must be 0 with parallel=fsdp and with classes in shards, got 0.9"),
+        ({"amp": "fp16"}, World(0, 2), "amp must be off or bf16 with parallel=fsdp"),
+    ],
+)
+def test_mistakes(changes, world, words):
+    base = Config(device="cpu", parallel="fsdp")
+    with pytest.raises(ValueError, match=words):
+        build.prepare(base.override(changes), build.load_data(base), torch.device("cpu"), world)
 
 
-def test_mistakes(tmp_path, monkeypatch):
-    dataset, cpu = build.load_data(Config(device="cpu")), torch.device("cpu")
-    with pytest.raises(ValueError, match="batch_size must be at least the number of processes, 80, .* got 64"):
-        build.prepare(Config(device="cpu"), dataset, cpu, World(0, 80))
-    with pytest.raises(ValueError, match="ema must be 0 with parallel=fsdp and with classes in shards, got 0.9"):
-        build.prepare(Config(device="cpu", ema=0.9, parallel="fsdp"), dataset, cpu, World(0, 2))
-    with pytest.raises(ValueError, match="amp must be off or bf16 with parallel=fsdp"):
-        build.prepare(Config(device="cpu", amp="fp16", parallel="fsdp"), dataset, cpu, World(0, 2))
+def test_compare_is_not_for_torchrun(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    from gsoftmax.cli import main
-
-    assert main(["compare", "digits", "--out", str(tmp_path / "x")]) == 2
+    assert cli.main(["compare", "digits", "--out", str(tmp_path / "x")]) == 2
     assert not (tmp_path / "x").exists()
 
 

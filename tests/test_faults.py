@@ -24,8 +24,6 @@ from gsoftmax.config import Config
 
 QUICK = Config(epochs=3, train_fraction=0.3, batch_size=64, threads=1, device="cpu", head="gsoftmax")
 DROPOUT = {"backbone_options": {"dropout": 0.2}}
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-ENVIRONMENT = dict(os.environ, OMP_NUM_THREADS="1")
 
 
 @pytest.fixture(autouse=True)
@@ -51,58 +49,43 @@ def undisturbed(tmp_path_factory):
     return folder
 
 
-# ------------------------------------------------------------------------------------------------------- checkpoints
+def interrupt(config, folder, epoch=3, resume=False):
+    """Stops a run in an epoch, as a crash does."""
 
+    def progress(text):
+        if text.startswith(f"epoch {epoch}/"):
+            raise InterruptedError
 
-@pytest.mark.parametrize("damage", ["truncated", "one bit", "empty", "renamed"])
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(damage, undisturbed, tmp_path):
-    config, folder = QUICK.override(DROPOUT), tmp_path / "run"
     with pytest.raises(InterruptedError):
-        train.train(config, folder, progress=_stop_in_epoch(3))
+        train.train(config, folder, progress=progress, resume=resume)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "one bit", "empty", "renamed", "both"])
+def test_a_damaged_checkpoint_is_skipped_for_the_one_before(damage, undisturbed, tmp_path):
+    config, folder = QUICK.override(DROPOUT), tmp_path / "run"
+    interrupt(config, folder)
     older, newest = checkpoints(folder)
-    content = bytearray(newest.read_bytes())
-    if damage == "truncated":
-        newest.write_bytes(content[: len(content) // 2])
-    elif damage == "empty":
-        newest.write_bytes(b"")
-    elif damage == "one bit":
-        content[len(content) // 2] ^= 4
-        newest.write_bytes(content)
-    else:
-        newest.write_bytes(older.read_bytes())
-    with pytest.warns(UserWarning, match="epoch-000002.* was skipped: its content does not match its name"):
+    content = newest.read_bytes()
+    half = len(content) // 2
+    flipped = content[:half] + bytes([content[half] ^ 4]) + content[half + 1 :]
+    new = {"truncated": content[:half], "one bit": flipped, "renamed": older.read_bytes()}
+    newest.write_bytes(new.get(damage, b""))
+    if damage == "both":  # the run begins again
+        older.write_bytes(b"nothing")
+    which = "[12]" if damage == "both" else "2"
+    with pytest.warns(UserWarning, match=f"epoch-00000{which}.* was skipped: its content does not match its name"):
         train.train(config, folder, resume=True)
     assert outputs(folder) == outputs(undisturbed)
     assert [r["epoch"] for r in runs.read_rows(folder) if "final" not in r] == [1, 2, 3]
 
 
-def _stop_in_epoch(epoch):
-    def progress(text):
-        if text.startswith(f"epoch {epoch}/"):
-            raise InterruptedError
-
-    return progress
-
-
-def test_without_a_good_checkpoint_a_run_begins_again(undisturbed, tmp_path):
-    config, folder = QUICK.override(DROPOUT), tmp_path / "run"
-    with pytest.raises(InterruptedError):
-        train.train(config, folder, progress=_stop_in_epoch(3))
+def test_damaged_checkpoints_do_not_push_out_new_ones(tmp_path):
+    config, folder = QUICK.override({"epochs": 5}), tmp_path / "run"
+    interrupt(config, folder, 5)
     for path in checkpoints(folder):
         path.write_bytes(b"nothing")
     with pytest.warns(UserWarning, match="was skipped"):
-        train.train(config, folder, resume=True)
-    assert outputs(folder) == outputs(undisturbed)
-
-
-def test_damaged_checkpoints_do_not_push_out_new_ones(tmp_path):
-    config, folder = QUICK.override({"epochs": 5}), tmp_path / "run"
-    with pytest.raises(InterruptedError):
-        train.train(config, folder, progress=_stop_in_epoch(5))
-    for path in checkpoints(folder):
-        path.write_bytes(b"nothing")
-    with pytest.warns(UserWarning, match="was skipped"), pytest.raises(InterruptedError):
-        train.train(config, folder, resume=True, progress=_stop_in_epoch(3))
+        interrupt(config, folder, 3, resume=True)
     good = [p.name[:12] for p in checkpoints(folder) if p.suffix == ".pt"]
     assert good == ["epoch-000001", "epoch-000002"]
 
@@ -134,36 +117,38 @@ def test_the_clock_asks_for_checkpoints_inside_an_epoch(undisturbed, tmp_path, m
     assert [r["loss"] for r in whole[:-1]] == [r["loss"] for r in resumed[:-1]]
 
 
-def test_weights_that_are_not_finite_are_not_saved(tmp_path, monkeypatch):
-    """The gradient of the last batch overflows: its loss is a number, the weights after it are none."""
-    forward, seen = build.Network.forward, []
+@pytest.mark.parametrize(
+    "call, words",
+    [(9, r"the loss became nan in step 9 \(epoch 2, batch 3\)"), (12, "a weight stopped being finite in epoch 2")],
+)
+def test_a_diverging_run_keeps_the_last_good_checkpoint(call, words, tmp_path, monkeypatch):
+    """The loss is not finite, or it is and the weights after the last batch of an epoch are not."""
+    forward, calls = build.Network.forward, []
 
     def poisoned(self, inputs, target, **options):
+        calls.append(1)
         loss = forward(self, inputs, target, **options)
-        seen.append(1)
-        return loss + (self.head.weight * float("inf")).sum() * 0 if len(seen) == 12 else loss
+        return loss + (self.head.weight * float("inf")).sum() * 0 if len(calls) == call else loss
 
     monkeypatch.setattr(build.Network, "forward", poisoned)
-    monkeypatch.setattr(train.Run, "gathered_losses", lambda self: torch.zeros(len(self.losses)).double())
-    with pytest.raises(train.Diverged, match="a weight stopped being finite in epoch 2; the last good .*0001"):
-        train.train(QUICK, tmp_path / "run")
+    if call == 12:
+        monkeypatch.setattr(train.Run, "gathered_losses", lambda self: torch.zeros(len(self.losses)).double())
+    with pytest.raises(train.Diverged, match=words + "; the last good checkpoint is .*epoch-000001-.*pt"):
+        train.train(QUICK.override({"head": "softmax"}), tmp_path / "run")
     [kept] = checkpoints(tmp_path / "run")
-    assert all(v.isfinite().all() for v in torch.load(kept, weights_only=True)["network"].values())
+    state = torch.load(kept, weights_only=True)
+    assert state["epoch"] == 1 and all(v.isfinite().all() for v in state["network"].values())
 
 
 def test_a_row_that_was_cut_off_does_not_count(undisturbed, tmp_path):
     folder = tmp_path / "run"
-    with pytest.raises(InterruptedError):
-        train.train(QUICK.override(DROPOUT), folder, progress=_stop_in_epoch(3))
+    interrupt(QUICK.override(DROPOUT), folder)
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"epoch": 3, "lo')
     assert len(runs.read_rows(folder)) == 2
     (folder / "outputs.safetensors.partial").write_text("half")
     train.train(QUICK.override(DROPOUT), folder, resume=True)
     assert outputs(folder) == outputs(undisturbed) and not list(folder.rglob("*.partial"))
-
-
-# ------------------------------------------------------------------------------------------------------------- locks
 
 
 def test_a_second_run_in_the_folder_is_refused(tmp_path, capsys, monkeypatch):
@@ -173,11 +158,8 @@ def test_a_second_run_in_the_folder_is_refused(tmp_path, capsys, monkeypatch):
     with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as holder:
         assert holder.stdout.readline() == "held\n"
         before = sorted(tmp_path.rglob("*"))
-        for argv in (
-            ["train", "digits", "epochs=1", "--out", "run"],
-            ["compare", "digits", "epochs=1", "--out", "run"],
-        ):
-            assert main(argv) == 2
+        for command in ("train", "compare"):
+            assert main([command, "digits", "epochs=1", "--out", "run"]) == 2
             assert f"run is in use by process {holder.pid} on" in capsys.readouterr().err
         assert sorted(tmp_path.rglob("*")) == before
         holder.kill()  # its lock goes with it
@@ -185,32 +167,26 @@ def test_a_second_run_in_the_folder_is_refused(tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "run" / ".lock").exists()
 
 
-# ----------------------------------------------------------------------------------------------------------- signals
-
-
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_saves_and_says_how_to_go_on(number, status, undisturbed, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     argv = ["train", "digits", "epochs=3", "train_fraction=0.3", "threads=1", "device=cpu", "head=gsoftmax"]
     argv += ["backbone_options.dropout=0.2", "--out", "run"]
-    batches = data_batches = 0
     original = build.train_batches
 
-    def counted(*args):
-        nonlocal batches
-        for batch in original(*args):
-            batches += 1
-            if batches == 9:
+    def signalled(*args):
+        for i, batch in enumerate(original(*args), start=1):
+            if args[2] == 2 and i == 3:  # of the second epoch
                 os.kill(os.getpid(), number)
             yield batch
 
     with monkeypatch.context() as patched:
-        patched.setattr(build, "train_batches", counted)
+        patched.setattr(build, "train_batches", signalled)
         before = signal.getsignal(number)
         assert main(argv) == status
         assert signal.getsignal(number) is before
     line = "gsoftmax: stopped in epoch 2, after batch 3 of 6; run the same command with --resume to continue\n"
-    assert capsys.readouterr().err == line and data_batches == 0
+    assert capsys.readouterr().err == line
     assert checkpoints(tmp_path / "run")[-1].name.startswith("epoch-000001-batch-00000003-")
     assert main([*argv, "--resume"]) == 0
     assert outputs(tmp_path / "run") == outputs(undisturbed)
@@ -304,32 +280,33 @@ def test_a_signal_during_the_last_evaluation_reaches_whoever_comes_next(tmp_path
     assert runs.read_result(tmp_path / "run")
 
 
-def test_watch_notes_the_first_signal_and_obeys_the_second(monkeypatch):
-    later = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: later.append(number))
-    try:
-        with distributed.Watch(distributed.World(), minutes=0) as watch:
-            assert watch.poll() == watch.GO_ON
+@pytest.fixture
+def handled():
+    """The signals that reach a handler that was there before the watch."""
+    noted = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: noted.append(number))
+    yield noted
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_watch_notes_the_first_signal_and_obeys_the_second(handled):
+    with distributed.Watch(distributed.World(), minutes=0) as watch:
+        assert watch.poll() == watch.GO_ON
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert watch.poll() == watch.STOP
+        with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
-            assert watch.poll() == watch.STOP
-            with pytest.raises(KeyboardInterrupt):
-                os.kill(os.getpid(), signal.SIGTERM)
-                time.sleep(1)
-        assert later == [signal.SIGTERM]  # nobody has stopped yet
-    finally:
-        signal.signal(signal.SIGTERM, before)
+            time.sleep(1)
+    assert handled == [signal.SIGTERM]  # re-raised, because nothing has stopped yet
 
 
-def test_watch_leaves_ignored_signals_alone():
-    """Ctrl-C reaches every process of a terminal; a pool's workers wait for the word of the one who started them."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with distributed.Watch(distributed.World(), minutes=0) as watch:
-            os.kill(os.getpid(), signal.SIGINT)
-            assert watch.poll() == watch.GO_ON
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
+def test_watch_leaves_ignored_signals_alone(handled):
+    """Ctrl-C reaches every process of a terminal; a pool's workers leave it to their parent."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with distributed.Watch(distributed.World(), minutes=0) as watch:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert watch.poll() == watch.GO_ON
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 
 
 def test_comparisons_keep_what_is_done(tmp_path, monkeypatch):
@@ -351,53 +328,40 @@ def test_comparisons_keep_what_is_done(tmp_path, monkeypatch):
     assert len(summary["metrics"]["error"]["gsoftmax"]["values"]) == 2
 
 
-# --------------------------------------------------------------------------------------------------- several processes
-
-
 TWO = ["train", "digits", "head=gsoftmax", "epochs=100", "device=cpu", "threads=1", "batch_size=128", "ema=0.9"]
-TWO += ["backbone_options.dropout=0.2"]
+TWO += ["backbone_options.dropout=0.2", "--out"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN += ["--max-restarts", "40", "-m", "gsoftmax", *TWO]
 
 
 @pytest.mark.slow
 def test_two_processes_killed_at_twenty_random_moments(tmp_path):
-    """SIGKILL to everything, or to one process in torchrun's hands, which then starts both again."""
-    done = subprocess.run(
-        [*TORCHRUN, "-m", "gsoftmax", *TWO, "--out", "whole"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    generator, folder, kills, where = random.Random(0), tmp_path / "killed", 0, []
-    while kills < 20:
+    """SIGKILL to everything, or to one process of torchrun, which then restarts both."""
+    options = {"cwd": tmp_path, "env": dict(os.environ, OMP_NUM_THREADS="1")}
+    generator, folder, kills = random.Random(0), tmp_path / "killed", []
+    while len(kills) < 20:
         resume = ["--resume"] if (folder / "config.json").exists() else []
-        command = [*TORCHRUN, "--max-restarts", "40", "-m", "gsoftmax", *TWO, "--out", "killed", *resume]
         with (
             open(tmp_path / "log", "ab") as log,
-            subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=log, stderr=log) as process,
+            subprocess.Popen([*TORCHRUN, "killed", *resume], stdout=log, stderr=log, **options) as launcher,
         ):
             try:
-                while kills < 20 and process.poll() is None:
+                while len(kills) < 20 and launcher.poll() is None:
                     if generator.random() < 0.7:  # some epochs later; otherwise anywhere from the first import on
                         rows = _rows(folder) + generator.randint(1, 2)
-                        _wait_for(lambda: process.poll() is not None or _rows(folder) >= rows, 400)  # noqa: B023
+                        _wait_for(lambda: launcher.poll() is not None or _rows(folder) >= rows, 400)  # noqa: B023
                     time.sleep(generator.uniform(0, 0.4))
-                    workers = _workers(process.pid)
-                    if process.poll() is not None or not workers:
-                        continue
-                    if generator.random() < 0.5:
-                        _kill(process.pid)  # the launcher first, or it would start others
-                        for pid in workers:
-                            _kill(pid)
-                    else:
-                        _kill(generator.choice(workers))
-                    kills += 1
-                    where.append(_rows(folder))
+                    workers = _children(launcher.pid)
+                    if launcher.poll() is None and workers:
+                        everything = generator.random() < 0.5  # the launcher first, or it would start others
+                        _kill(*([launcher.pid, *workers] if everything else [generator.choice(workers)]))
+                        kills.append(_rows(folder))
             finally:
-                for pid in (process.pid, *_workers(process.pid)):
-                    _kill(pid)
-    left = [*TORCHRUN, "-m", "gsoftmax", *TWO, "--out", "killed", "--resume"]
-    done = subprocess.run(left, cwd=tmp_path, env=ENVIRONMENT, capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()
-    print("rows logged at each kill:", where)
-    assert len(set(where)) > 5  # at different moments
+                _kill(launcher.pid, *_children(launcher.pid))
+    for argv in (["whole"], ["killed", "--resume"]):
+        done = subprocess.run([*TORCHRUN, *argv], capture_output=True, **options)
+        assert done.returncode == 0, done.stderr.decode()
+    assert len(set(kills)) > 5, kills  # at different moments
     assert outputs(folder) == outputs(tmp_path / "whole")
 
 
@@ -406,14 +370,13 @@ def _rows(folder: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def _workers(launcher: int) -> list[int]:
-    try:
-        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    except FileNotFoundError:
-        return []
-    return [int(c) for c in children]
+def _children(process: int) -> list[int]:
+    with contextlib.suppress(FileNotFoundError):
+        return [int(c) for c in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    return []
 
 
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+def _kill(*processes: int) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
