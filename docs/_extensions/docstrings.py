@@ -30,8 +30,8 @@ def process(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: li
         names = set()
     lines[:] = literal_formulas(list_parameters(escaped(lines), names))
     if is_record(obj) and name != "gsoftmax.config.Config":  # Config has tables of its keys
-        rows = [row for row in field_comments(obj) if row[0]]
-        lines += ["", *(f"* **{field}** (``{kind}``){text and f': {text}'}" for field, kind, _, text in rows), ""]
+        rows = [(field, kind, *escaped([text])) for field, kind, _, text in field_comments(obj) if field]
+        lines += ["", *(f"* **{field}** (``{kind}``){text and f': {text}'}" for field, kind, text in rows), ""]
 
 
 def signature(app: Sphinx, what: str, name: str, obj: Any, *rest: Any) -> tuple[str, str] | None:
