@@ -1,4 +1,4 @@
-"""Train, then deploy as an ONNX file that needs neither this package nor PyTorch.
+"""Train, then export an ONNX file that needs neither this package nor PyTorch.
 
 python examples/export_onnx.py          # writes model.onnx into a temporary folder
 """
@@ -34,9 +34,9 @@ with tempfile.TemporaryDirectory() as folder:
     path = Path(folder, "model.onnx")
     export.to_onnx(model, test_x[:2], path, input_names=["image"], output_names=["z"], external_data=False)
     runtime = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    (there,) = runtime.run(None, {"image": test_x.numpy()})  # 500 images, exported with a batch of 2
+    (exported,) = runtime.run(None, {"image": test_x.numpy()})  # 500 images, exported with a batch of 2
     print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
 
-there = torch.from_numpy(there)
-print(f"largest difference of z {(there - z).abs().max().item():.1e}")
-print(f"accuracy {(there.argmax(1) == test_y).double().mean().item():.3f}")
+exported = torch.from_numpy(exported)
+print(f"largest difference of z {(exported - z).abs().max().item():.1e}")
+print(f"accuracy {(exported.argmax(1) == test_y).double().mean().item():.3f}")

@@ -1,4 +1,4 @@
-"""A Hugging Face `Trainer` whose loss is the attached head's own.
+"""A Hugging Face `Trainer` that trains an attached head with the head's own loss.
 
 Trains a small vision transformer, randomly initialised from a configuration, on the digits.
 

@@ -1,4 +1,4 @@
-"""Lightning: class geometry of the validation set in the logs of every epoch.
+"""Lightning: log the class geometry of the validation set after every epoch.
 
 python examples/lightning_callback.py
 """
@@ -19,8 +19,8 @@ try:
 except ImportError:
     import pytorch_lightning as pl
 
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # says what hardware it found
-warnings.filterwarnings("ignore", ".*does not have many workers.*")  # the data is in memory
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # reports the hardware
+warnings.filterwarnings("ignore", ".*does not have many workers.*")  # the data are in memory
 warnings.filterwarnings("ignore", ".*LeafSpec.*")  # Lightning 2.6 under PyTorch 2.15
 
 
@@ -38,10 +38,10 @@ class Digits(pl.LightningModule):
         images, labels = batch
         h = self.backbone(images)
         self.log("val/accuracy", (self.head(h).argmax(1) == labels).float().mean())
-        return {"x": self.head.features(h), "y": labels}  # what the callback looks for
+        return {"x": self.head.features(h), "y": labels}  # for the callback
 
     def configure_optimizers(self):
-        return torch.optim.SGD(gsoftmax.param_groups(self, lr=0.05, weight_decay=5e-4), momentum=0.9)
+        return torch.optim.SGD(gsoftmax.param_groups(self, lr=0.02, weight_decay=5e-4), momentum=0.9)
 
 
 class Table(pl.Callback):
@@ -61,7 +61,7 @@ digits = load("digits")
 train, test = (TensorDataset(part.x / 255, part.y) for part in (digits.train, digits.test))
 geometry = GeometryCallback(num_classes=10)
 trainer = pl.Trainer(
-    max_epochs=8,
+    max_epochs=12,
     accelerator="cpu",
     callbacks=[geometry, Table()],
     logger=False,
@@ -71,7 +71,7 @@ trainer = pl.Trainer(
 )
 trainer.fit(Digits(), DataLoader(train, batch_size=32, shuffle=True), DataLoader(test, batch_size=250))
 
-print("\nthe classes, at the end")
+print("\nclasses after the last epoch")
 last = geometry.geometry
 for digit in range(10):
     print(f"{digit}: compactness {last.compactness[digit]:.3f}, separability {last.separability[digit]:.1f}")

@@ -1,4 +1,4 @@
-"""Several labels for an image: mosaics of four digits, and which of the ten digits are in them.
+"""Multi-label classification: which of the ten digits are in a mosaic of four?
 
 python examples/multilabel.py
 """
@@ -23,17 +23,17 @@ def train(lam: float) -> tuple[nn.Module, nn.Module]:
         nn.Conv2d(1, 16, 3, stride=2, padding=1),
         nn.BatchNorm2d(16),
         nn.ReLU(),
-        nn.Conv2d(16, 128, 4, stride=4),  # one position for each tile of the mosaic
+        nn.Conv2d(16, 128, 4, stride=4),  # one position per tile of the mosaic
         nn.BatchNorm2d(128),
         nn.ReLU(),
         nn.AdaptiveMaxPool2d(1),
         nn.Flatten(),
-        nn.Linear(128, 2 * 10),  # two outputs for each label: absence and presence
+        nn.Linear(128, 2 * 10),  # two outputs per label: absence and presence
     )
     loss_fn = gsoftmax.MultiLabelGSoftmaxLoss(10, form="paired", lam=lam)  # lam = 0 is the softmax loss
     parameters = gsoftmax.param_groups(nn.ModuleList([model, loss_fn]), lr=5e-3, weight_decay=1e-3)
     optimizer = torch.optim.AdamW(parameters)
-    for _ in range(12):
+    for _ in range(16):
         for rows in torch.randperm(len(train_x)).split(64):
             loss = loss_fn(model(train_x[rows]), train_y[rows])
             optimizer.zero_grad()

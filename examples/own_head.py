@@ -1,9 +1,9 @@
-"""Your own head in `gsoftmax compare`, by its import path.
+"""A custom head in `gsoftmax compare`, given by its import path.
 
-A head is an nn.Module made as Head(in_features, num_classes, ...) with features(h), loss(h, target) and
-predict_proba(h).  This one divides the cosine between h and each class's weight by a temperature.
+A head is an nn.Module, constructed as Head(in_features, num_classes, ...), with the methods features(h),
+loss(h, target) and predict_proba(h).  This one divides the cosine between h and each class's weight by a temperature.
 
-    python examples/own_head.py          # writes runs/own-head; the same on the command line:
+    python examples/own_head.py          # writes runs/own-head; on the command line:
     PYTHONPATH=examples gsoftmax compare digits --heads 'softmax,own_head:CosineHead(temperature=0.1)' --seeds 2
 """
 
@@ -22,7 +22,7 @@ class CosineHead(nn.Module):
         self.temperature = temperature
 
     def features(self, h: Tensor) -> Tensor:
-        """x, the outputs that class geometry is measured on."""
+        """x, the raw outputs: class geometry is measured on them."""
         return F.linear(F.normalize(h), F.normalize(self.linear.weight)) / self.temperature
 
     def loss(self, h: Tensor, target: Tensor, **options) -> Tensor:

@@ -1,4 +1,4 @@
-"""TensorBoard: histograms of mu and sigma while a model trains.
+"""TensorBoard: histograms of mu and sigma during training.
 
 python examples/tensorboard_histograms.py          # writes runs/tensorboard
 tensorboard --logdir runs/tensorboard
@@ -24,14 +24,14 @@ optimizer = torch.optim.SGD(gsoftmax.param_groups(model, lr=0.1, weight_decay=5e
 head = gsoftmax.head_of(model)
 step = 0
 with SummaryWriter(folder) as writer:
-    for _ in range(15):
+    for _ in range(30):
         for rows in torch.randperm(len(train_x)).split(64):
             loss = head.loss(model[:-1](train_x[rows]), train_y[rows])
             optimizer.zero_grad()
             loss.backward()
             if step % 20 == 0:
                 writer.add_scalar("loss", loss.item(), step)
-                log_gaussians(writer, model, step)  # before zero_grad, so that the gradients are there
+                log_gaussians(writer, model, step)  # before zero_grad, to log the gradients too
             optimizer.step()
             step += 1
 

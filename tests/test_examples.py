@@ -1,6 +1,6 @@
-"""Every example runs as a user would run it, says nothing alarming, and has learned something.
+"""Every example runs as a user would run it, without warnings, and reaches its accuracy.
 
-All but one start from a process that has imported torch already, which a user's has not.
+All but one start from a process that has already imported torch, to save time.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
-# what an example prints about how well it learned, and what the worst of these numbers must reach; a tenth of the
-# digits, and a fifth of the mean average precision of the mosaics, would be chance.  A processor that rounds otherwise
-# can change as much as another seed does: those stay about five points above what is asked for.
+# What an example prints about its accuracy, the number of such lines, and what the worst of them must reach.  Other
+# seeds and processors change these numbers: the worst of five seeds is about 0.03 above each limit.
 LEARNED = {
-    "plain_loop.py": (r"^g?softmax +(0\.\d+)", 2, 0.9),
-    "timm_attach.py": (r"^epoch 6 .* accuracy (\d\.\d+)", 1, 0.93),
+    "plain_loop.py": (r"^g?softmax +(0\.\d+)", 2, 0.93),
+    "timm_attach.py": (r"^epoch 8 .* accuracy (\d\.\d+)", 1, 0.95),
     "huggingface_trainer.py": (r"^evaluation loss .* accuracy (\d\.\d+)", 1, 0.9),
-    "lightning_callback.py": (r"^ +[5-8] +(\d\.\d+)", 4, 0.85),
-    "tensorboard_histograms.py": (r"^accuracy (\d\.\d+)", 1, 0.9),
-    "multilabel.py": (r"^g?softmax +(\d\.\d+)", 2, 0.94),
+    "lightning_callback.py": (r"^ +(?:9|1[0-2]) +(\d\.\d+)", 4, 0.9),
+    "tensorboard_histograms.py": (r"^accuracy (\d\.\d+)", 1, 0.93),
+    "multilabel.py": (r"^g?softmax +(\d\.\d+)", 2, 0.95),
     "own_head.py": (r"^error % +(\d+\.\d+) ± \S+ +(\d+\.\d+)", 1, None),
     "export_onnx.py": (r"^accuracy (\d\.\d+)", 1, 0.9),
 }
@@ -63,7 +62,7 @@ def test_example_learns(name, tmp_path):
 
         events = EventAccumulator(str(tmp_path / "runs" / "tensorboard"), size_guidance={"histograms": 0}).Reload()
         drawn = events.Histograms("gsoftmax/3/sigma")
-        assert [e.step for e in drawn] == list(range(0, 315, 20))
+        assert [e.step for e in drawn] == list(range(0, 630, 20))
         low, high = re.search(r"sigma from (\S+) to (\S+)", printed).groups()
         assert drawn[0].histogram_value.min == 1.0  # where sigma begins
         assert float(low) == pytest.approx(drawn[-1].histogram_value.min, abs=0.02)
@@ -78,16 +77,20 @@ def test_examples_are_listed():
     assert {target for _, target in listed} == files == {*LEARNED, "walkthrough.ipynb"}
 
 
+def _pictures(outputs) -> int:
+    return sum(any(kind.startswith("image/") for kind in data) for data in outputs)
+
+
 def _outputs(notebook) -> tuple[str, int]:
-    """What its cells have printed, and how many pictures they have drawn."""
+    """What its cells printed, and how many pictures they drew."""
     outputs = [o for cell in notebook.cells for o in cell.get("outputs", ())]
     streams = [o for o in outputs if o.output_type == "stream"]
     assert all(o.name == "stdout" for o in streams), "a warning in the notebook"
-    return "".join(o.text for o in streams), sum("image/png" in o.get("data", ()) for o in outputs)
+    return "".join(o.text for o in streams), _pictures(o.get("data", ()) for o in outputs)
 
 
 def _execute_without_a_kernel(source: str, out: str) -> None:
-    """Its cells from the top in IPython, which a kernel is made of: what they print, and the number of pictures."""
+    """Run its cells in IPython, which a kernel is made of; write what they print and the number of pictures."""
     import nbformat
     from IPython import display
     from IPython.core.interactiveshell import InteractiveShell
@@ -106,12 +109,12 @@ def _execute_without_a_kernel(source: str, out: str) -> None:
                 shell.run_cell(cell.source).raise_error()
             assert not captured.stderr, captured.stderr
             printed += captured.stdout
-            pictures += sum("image/png" in o.data for o in captured.outputs)
+            pictures += _pictures(o.data for o in captured.outputs)
     Path(out).write_text(json.dumps([printed, pictures]))
 
 
-# In a process of its own, because a client leaves sockets to the garbage collector, which warns of them.  The kernel
-# listens on files in a folder of its own (with a short name: names of sockets are), which nobody else can talk to.
+# In a separate process, because a client leaves sockets to the garbage collector, which warns about them.  The kernel
+# listens on private files in a folder with a short name, because names of sockets must be short.
 EXECUTE = """
 import os
 import sys
