@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from gsoftmax import data
-from gsoftmax.data import Augment, augment, smoke
+from gsoftmax.data import Augment, augment
 from gsoftmax.data.batches import num_batches
 
 
@@ -48,18 +47,12 @@ def same(a, b) -> bool:
 
 
 def test_an_epoch_has_every_row_once(digits):
-    y = torch.cat([y for _, y in data.train_batches(digits, 100, seed=0, epoch=0, drop_last=False)])
+    x, y = map(torch.cat, zip(*data.train_batches(digits, 100, seed=0, epoch=0, drop_last=False), strict=True))
     assert torch.equal(y.sort().values, digits.train.y.sort().values)
-    x = torch.cat([x for x, _ in data.train_batches(digits, 100, seed=0, epoch=0, drop_last=False)])
     pixels = torch.round((x * digits.std + digits.mean) * 255).to(torch.uint8)
     assert sorted(r.numpy().tobytes() for r in pixels) == sorted(r.numpy().tobytes() for r in digits.train.x)
-
-
-def test_labels_stay_with_their_images(digits):
     owner = {r.numpy().tobytes(): int(y) for r, y in zip(digits.train.x, digits.train.y, strict=True)}
-    for x, y in data.train_batches(digits, 64, seed=3, epoch=2):
-        pixels = torch.round((x * digits.std + digits.mean) * 255).to(torch.uint8)
-        assert [owner[r.numpy().tobytes()] for r in pixels] == y.tolist()
+    assert [owner[r.numpy().tobytes()] for r in pixels] == y.tolist()  # labels stay with their images
 
 
 def test_seed_and_epoch_decide_and_nothing_else_does(cifar):
@@ -273,30 +266,25 @@ def test_augment_presets_and_text():
     assert Augment.parse("flip,pad=2") == Augment(pad=2, flip=True)
     assert Augment.parse("crop-flip,flip=no") == Augment(pad=4)
     for text, message in {
-        "crip": "augment must be one of none, shift, crop",
-        "crop,wobble=1": "augment must be one of",
-        "pad": "augment must be one of",
-        "pad=x": "augment pad must be a int, got 'x'",
-        "flip=perhaps": "augment flip must be a bool, got 'perhaps'",
-        "pad=-1": "augment pad must be a number of pixels, 0 or more, got -1",
-        "crop,area=0.5": "augment pad and area are two ways to crop",
-        "area=2": "augment area must be between 0",
-        "jitter=1": "augment jitter must be at least 0 and below 1, got 1.0",
-        "lighting=nan": "augment lighting must be 0 or more, got nan",
+        "crip": "must be one of none, shift, crop",
+        "crop,wobble=1": "must be one of",
+        "pad": "must be one of",
+        "pad=x": "pad must be a int, got 'x'",
+        "flip=perhaps": "flip must be a bool, got 'perhaps'",
+        "pad=-1": "pad must be a number of pixels, 0 or more, got -1",
+        "crop,area=0.5": "pad and area are two ways to crop",
+        "area=2": "area must be between 0",
+        "jitter=1": "jitter must be at least 0 and below 1, got 1.0",
+        "lighting=nan": "lighting must be 0 or more, got nan",
     }.items():
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(ValueError, match=f"^augment {message}[^\n]*$"):
             Augment.parse(text)
-        assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
 
 
 def test_small_images_can_be_cropped_and_enlarged_on_their_device(cifar):
     large = replace(cifar, input_shape=(3, 48, 48))
     x, _ = next(data.train_batches(large, 16, seed=0, epoch=0, augment=CROP))
     assert x.shape == (16, 3, 48, 48) and torch.isfinite(x).all()
-    assert same(
-        data.train_batches(large, 16, seed=0, epoch=2, augment=CROP),
-        data.train_batches(large, 16, seed=0, epoch=2, augment=CROP),
-    )
 
 
 # image files
@@ -322,8 +310,7 @@ def test_files_are_resized_to_the_square_and_normalised(photos):
     from PIL import Image
     from torchvision.transforms import v2
 
-    x = torch.cat([x for x, _ in data.eval_batches(photos, "test", 5, workers=0)])
-    y = torch.cat([y for _, y in data.eval_batches(photos, "test", 5, workers=0)])
+    x, y = map(torch.cat, zip(*data.eval_batches(photos, "test", 5, workers=0), strict=True))
     assert torch.equal(y, photos.test.y)
     steps = v2.Compose(
         [
@@ -356,27 +343,3 @@ def test_splits_and_subsets_of_files(tmp_path):
     part = data.load("coco", tmp_path, val_fraction=0.25, train_fraction=0.5)
     assert (len(part.val), len(part.train)) == (5, 8)
     assert not set(part.val.x) & set(part.train.x)
-
-
-def test_every_head_sees_the_same_batches_whatever_it_draws(cifar):
-    """The loop of a head that uses random numbers of its own must not change what the next one is given."""
-
-    def loop(noise: int) -> list:
-        out = []
-        for epoch in range(2):
-            for x, y in data.train_batches(cifar, 50, seed=9, epoch=epoch, augment=ALL):
-                torch.rand(noise)
-                out.append((x, y))
-        return out
-
-    assert same(loop(1), loop(1000))
-
-
-def test_smoke_pattern_depends_on_class_and_seed():
-    a, b = smoke.image([1], 10, 0, size=(8, 8)), smoke.image([1], 10, 1, size=(8, 8))
-    assert a.shape == (8, 8, 3) and not np.array_equal(a, b)
-    assert np.abs(a.mean((0, 1)) - b.mean((0, 1))).max() < 30  # the same hue
-
-
-def test_paths_are_plain_text(photos):
-    assert all(isinstance(p, str) and Path(p).is_file() for p in photos.train.x)

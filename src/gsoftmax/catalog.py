@@ -17,10 +17,10 @@ __all__ = ["BACKBONES", "DATASETS", "DatasetInfo", "HeadInfo", "heads"]
 class DatasetInfo:
     """What `gsoftmax datasets` prints about one family."""
 
-    name: str
-    size: str
-    source: str
-    layout: str
+    name: str  # as in a spec
+    size: str  # rows, classes and input shape
+    source: str  # where to get it
+    layout: str  # of its files
 
 
 DIGITS = DatasetInfo(

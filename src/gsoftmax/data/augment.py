@@ -1,8 +1,7 @@
-"""Random changes to training images: drawn once an epoch for every example, applied to whole batches on their device.
+"""Augmentation: drawn once per epoch for every example, applied to whole batches on their device.
 
-What happens to example i in an epoch depends on (seed, epoch, i) alone: not on the head, the batch size, the number of
-worker processes, or the device. Each kind of change draws from a generator of its own, so that switching one on leaves
-the others as they were.
+The augmentation of example i depends only on (seed, epoch, i): not on the head, the batch size, the number of worker
+processes, or the device. Each kind of change has its own generator, so that enabling one does not alter the others.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ _LUMA = (0.299, 0.587, 0.114)
 
 @dataclass(frozen=True)
 class Augment:
-    """Which random changes training images get; the default is none.
+    """The augmentation of training images; the default is none.
 
-    pad: shift by up to this many pixels, what enters is black (or mirrored, with reflect)
-    reflect: mirror at the border instead of black
+    pad: shift by up to this many pixels and fill with black
+    reflect: fill with the mirrored image instead
     flip: mirror left and right, half the time
-    cutout: grey out a square with this side, its centre anywhere in the image
-    area: crop a rectangle of at least this share of the area (aspect 3/4 to 4/3) and resize it; 0 is off, 0.08 is usual
+    cutout: gray out a square with this side, its center anywhere in the image
+    area: crop a rectangle of at least this fraction of the area (aspect 3/4 to 4/3) and resize it; 0 is off, 0.08 usual
     jitter: brightness, contrast and saturation times 1 ± this, in random order
-    lighting: standard deviation of AlexNet's shift along the principal colours
+    lighting: standard deviation of AlexNet's shift along the principal colors
 
     >>> Augment.parse("crop-flip,reflect,cutout=8")
     Augment(pad=4, reflect=True, flip=True, cutout=8, area=0.0, jitter=0.0, lighting=0.0)
@@ -47,8 +46,7 @@ class Augment:
     lighting: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("pad", "cutout"):
-            value = getattr(self, name)
+        for name, value in (("pad", self.pad), ("cutout", self.cutout)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"augment {name} must be a number of pixels, 0 or more, got {value!r}")
         if not 0 <= self.area <= 1:
@@ -62,7 +60,10 @@ class Augment:
 
     @staticmethod
     def parse(text: str) -> Augment:
-        """An Augment from a recipe's text: a preset's name (see PRESETS), then changes `key=value`, with commas."""
+        """An Augment from a recipe's text.
+
+        text: a preset's name (see PRESETS) or changes `key=value`, or both, separated by commas
+        """
         chosen = Augment()
         kinds = {f.name: str(f.type) for f in fields(Augment)}
         for position, word in enumerate(text.split(",")):
@@ -81,11 +82,10 @@ class Augment:
 def _value(key: str, kind: str, text: str) -> bool | int | float:
     try:
         if kind == "bool":
-            return {"": True, "1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[
-                text.lower()
-            ]
+            yes, no = ("", "1", "true", "yes"), ("0", "false", "no")
+            return (yes + no).index(text.lower()) < len(yes)
         return int(text) if kind == "int" else float(text)
-    except (KeyError, ValueError):
+    except ValueError:
         raise ValueError(f"augment {key} must be a {kind}, got {text!r}") from None
 
 
@@ -130,8 +130,7 @@ def draw(augment: Augment, n: int, seed: int, epoch: int) -> dict[str, Tensor]:
 def boxes(drawn: Tensor, smallest: float, height: Tensor | float, width: Tensor | float) -> Tensor:
     """Crop rectangles (top, left, height, width) in pixels, (n, 4), from four uniform numbers each.
 
-    Area uniform in [smallest, 1] of the image, aspect log-uniform in [3/4, 4/3], position uniform; a side that would
-    stick out is cut to the image.
+    Area uniform in [smallest, 1], aspect log-uniform in [3/4, 4/3], position uniform, clipped to the image.
     """
     area = (smallest + (1 - smallest) * drawn[:, 0]) * height * width
     aspect = torch.exp((2 * drawn[:, 1] - 1) * torch.log(torch.tensor(4 / 3)))
@@ -173,9 +172,9 @@ def crop_and_resize(x: Tensor, box: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def color(x: Tensor, factors: Tensor | None, order: Tensor | None, lighting: Tensor | None) -> Tensor:
-    """Brightness, contrast and saturation in each example's own order, then the shift along the principal colours.
+    """Brightness, contrast and saturation in each example's own order, then the shift along the principal colors.
 
-    Each of the three is a blend f·x + (1 - f)·reference; the reference is 0, the mean grey, or the grey image.
+    Each of the three is a blend f·x + (1 - f)·reference; the reference is 0, the mean gray, or the gray image.
     x: float (B, C, H, W) on the scale 0 to 255; nothing is clipped, as in the authors' code.
     """
     view = (-1, 1, 1, 1)

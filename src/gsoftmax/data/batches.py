@@ -7,8 +7,6 @@ device, with the code that small images use.
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +16,7 @@ from torch import Tensor
 
 from .augment import Augment, boxes, color, crop_and_resize, cut_out, draw, shift_and_flip
 from .core import DataError, Dataset
-from .images import cores, read_image, resize
+from .images import ImageFiles, cores, read_files, read_image, resize
 from .seeded import mix
 
 Batch = tuple[Tensor, Tensor]
@@ -161,69 +159,32 @@ def _batches(
             x, y = finish(split.x[rows].to(where), rows.to(where)), split.y[rows].to(where)
             yield from zip(x.split(sizes), y.split(sizes), strict=True)
     else:
-        for rows, pixels in _read_files(_Files(split.x, size, box, augment.area), pieces, where, delivery.workers):
+        workers = min(8, cores()) if delivery.workers is None else delivery.workers
+        photos = _Photos(split.x, size, box, augment.area)
+        for item in read_files(photos, pieces, workers, pin=where.type == "cuda"):
+            if isinstance(item, str):
+                raise DataError(item)
+            rows, pixels = item
             x = finish(pixels.to(where, non_blocking=True), rows.to(where, non_blocking=True))
             yield x, split.y[rows.to(split.y.device)].to(where)
 
 
-class _Files(torch.utils.data.Dataset):
-    """Image files as uint8 (3, height, width), cropped if there are boxes; for a damaged file, the error message."""
+class _Photos(ImageFiles):
+    """Images resized with torchvision's bicubic filter, cropped if there are boxes."""
 
     def __init__(self, paths: tuple[str, ...], size: tuple[int, int], drawn: Tensor | None, area: float) -> None:
-        self.paths, self.size, self.drawn, self.area = paths, size, drawn, area
+        super().__init__(paths, size)
+        self.drawn, self.area = drawn, area
 
-    def __getitem__(self, row: int) -> tuple[int, Tensor | str]:
-        from torchvision.transforms.v2 import functional as V
-
+    def read(self, row: int) -> Tensor:
         try:
-            image = read_image(self.paths[row])
-        except DataError as error:  # as text: an exception would arrive with the worker's whole traceback
-            return row, str(error)
+            from torchvision.transforms.v2 import functional as V
+        except ImportError:
+            need = "which is not installed: pip install 'gsoftmax[train]'"
+            raise DataError(f"image files need torchvision, {need}") from None
+        image = read_image(self.paths[row])
         if self.drawn is not None:
             h, w = image.shape[-2:]
             top, left, bh, bw = (round(v) for v in boxes(self.drawn[row : row + 1], self.area, h, w)[0].tolist())
             image = V.crop(image, min(top, h - 1), min(left, w - 1), max(bh, 1), max(bw, 1))
-        return row, V.resize(image, list(self.size), interpolation=V.InterpolationMode.BICUBIC, antialias=True)
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-
-def _leave_process_group(_: int) -> None:
-    """Signals to the process group do not reach workers, which the trainer still needs while it saves."""
-    if hasattr(os, "setpgid"):
-        os.setpgid(0, 0)
-
-
-def _stack(items: list[tuple[int, Any]]) -> tuple[Tensor, Tensor] | str:
-    broken = next((x for _, x in items if isinstance(x, str)), None)
-    return broken or (torch.tensor([row for row, _ in items]), torch.stack([x for _, x in items]))
-
-
-def _read_files(files: _Files, pieces: list[Tensor], where: torch.device, workers: int | None) -> Iterator[Batch]:
-    """(positions, uint8 (batch, 3, height, width)) for each piece, in order."""
-    try:
-        import torchvision  # noqa: F401
-    except ImportError:
-        raise DataError("image files need torchvision, which is not installed: pip install 'gsoftmax[train]'") from None
-    with warnings.catch_warnings():  # about more workers than cores, and about forking a process with threads
-        warnings.filterwarnings("ignore", message=r"(?s).*(DataLoader will create|use of fork\(\))")
-        loader = iter(
-            torch.utils.data.DataLoader(
-                files,
-                batch_sampler=[piece.tolist() for piece in pieces if len(piece)],
-                num_workers=min(8, cores()) if workers is None else workers,
-                worker_init_fn=_leave_process_group,
-                collate_fn=_stack,
-                pin_memory=where.type == "cuda",
-                generator=torch.Generator(),  # or the loader would draw from the global generator
-            )
-        )
-    for piece in pieces:
-        if not len(piece):  # fewer rows than processes in the last batch
-            yield piece, torch.empty(0, 3, *files.size, dtype=torch.uint8)
-            continue
-        item = next(loader)
-        if isinstance(item, str):
-            raise DataError(item)
-        yield item
+        return V.resize(image, list(self.size), interpolation=V.InterpolationMode.BICUBIC, antialias=True)

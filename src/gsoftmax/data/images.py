@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import io
-import mmap
 import multiprocessing
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -86,87 +84,99 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     return out if x.is_floating_point() else out.round_().clamp_(0, 255).to(x.dtype)
 
 
-def read_small(paths: Sequence[str], side: int | None = None) -> Tensor | None:
+class ImageFiles(torch.utils.data.Dataset):
+    """(position, uint8 (3, height, width)) of image files; for a damaged file, the error message instead of pixels."""
+
+    def __init__(self, paths: Sequence[str], size: tuple[int, int]) -> None:
+        self.paths, self.size = paths, size
+
+    def __getitem__(self, row: int) -> tuple[int, Tensor | str]:
+        try:
+            return row, self.read(row)
+        except DataError as error:  # as text: an exception would arrive with the worker's whole traceback
+            return row, str(error)
+
+    def read(self, row: int) -> Tensor:
+        """One image, resized bilinearly."""
+        return resize(read_image(self.paths[row])[None], self.size)[0]
+
+
+class _OneSize(ImageFiles):
+    """Images that must all have one size; for another one, the message is empty."""
+
+    def read(self, row: int) -> Tensor:
+        pixels = decode(_read(self.paths[row]), self.paths[row], self.size)
+        if pixels is None:
+            raise DataError
+        return torch.from_numpy(pixels).permute(2, 0, 1)
+
+
+def read_files(files: ImageFiles, pieces: list[Tensor], workers: int, pin: bool = False) -> Iterator[Any]:
+    """(positions, uint8 (batch, 3, height, width)) for each piece, in order, or the message of its first error."""
+    with warnings.catch_warnings():  # about more workers than cores, and about forking a process with threads
+        warnings.filterwarnings("ignore", message=r"(?s).*(DataLoader will create|use of fork\(\))")
+        loader = iter(
+            torch.utils.data.DataLoader(
+                files,
+                batch_sampler=[piece.tolist() for piece in pieces if len(piece)],
+                num_workers=workers,
+                worker_init_fn=_leave_process_group,
+                collate_fn=_stack,
+                pin_memory=pin,
+                generator=torch.Generator(),  # or the loader would draw from the global generator
+            )
+        )
+    for piece in pieces:  # empty ones: fewer rows than processes in the last batch
+        yield next(loader) if len(piece) else (piece, torch.empty(0, 3, *files.size, dtype=torch.uint8))
+
+
+def _leave_process_group(_: int) -> None:
+    """Signals to the process group do not reach workers, which the trainer still needs while it saves."""
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)
+
+
+def _stack(items: list[tuple[int, Any]]) -> tuple[Tensor, Tensor] | str:
+    for _, x in items:
+        if isinstance(x, str):
+            return x
+    return torch.tensor([row for row, _ in items]), torch.stack([x for _, x in items])
+
+
+def read_small(paths: Sequence[str], side: int | None = None, workers: int | None = None) -> Tensor | None:
     """All images in one uint8 (N, 3, H, W) tensor if they are small (SMALL_SIDE, SMALL_BYTES), else None.
 
     side: resize them to this square; without it they must all have one size
+    workers: processes that decode; by default many files are spread over processes, since decoding holds the GIL
     """
     if not paths:
         return None
     height, width = (side, side) if side is not None else read_image(paths[0]).shape[-2:]
     if max(height, width) > SMALL_SIDE or len(paths) * 3 * height * width > SMALL_BYTES:
         return None
-    # anonymous shared memory, so that forked processes can fill it
-    buffer = mmap.mmap(-1, max(1, len(paths) * 3 * height * width))
-    out = np.frombuffer(buffer, dtype=np.uint8, count=len(paths) * 3 * height * width).reshape(-1, 3, height, width)
-
-    def fill(start: int) -> str | None:
-        """Decode a chunk into its rows. The answer is "" for an image of another size, else the error, or None."""
-        for row in range(start, min(start + _CHUNK, len(paths))):
-            try:
-                pixels = decode(_read(paths[row]), paths[row], (height, width) if side is None else None)
-            except DataError as error:
-                return str(error)
-            if pixels is None:
-                return ""
-            pixels = pixels.transpose(2, 0, 1)
-            if pixels.shape[1:] != (height, width):
-                pixels = resize(torch.from_numpy(pixels)[None], (height, width))[0].numpy()
-            out[row] = pixels
-        return None
-
-    problem = _fill_all(fill, list(range(0, len(paths), _CHUNK)))
-    if problem:
-        raise DataError(problem)
-    return torch.from_numpy(out) if problem is None else None
+    pieces = list(torch.arange(len(paths)).split(_CHUNK))
+    if workers is None:
+        can_fork = sys.platform == "linux" and not multiprocessing.current_process().daemon
+        workers = min(16, cores(), len(pieces) // 8) if can_fork else 0
+    files = (_OneSize if side is None else ImageFiles)(paths, (height, width))
+    out = torch.empty(len(paths), 3, height, width, dtype=torch.uint8)
+    try:
+        for rows, item in zip(out.split(_CHUNK), read_files(files, pieces, workers), strict=True):
+            if isinstance(item, str):
+                if item:
+                    raise DataError(item)
+                return None
+            rows.copy_(item[1])
+    except RuntimeError:  # a process was killed
+        if workers:
+            return read_small(paths, side, workers=0)
+        raise
+    return out
 
 
 def cores() -> int:
     """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _fill_all(fill: Callable[[int], str | None], starts: list[int]) -> str | None:
-    """Call fill on every start until one reports a problem, and return that.
-
-    Decoding small images is mostly Python, which holds the GIL: many files are spread over forked processes. Threads
-    then do what the processes left undone because of a problem, or because one was killed.
-    """
-    count = min(16, cores(), len(starts) // 8)
-    if count > 1 and sys.platform == "linux" and not multiprocessing.current_process().daemon:
-        done = mmap.mmap(-1, len(starts))  # shared; 1 for every start that went well
-
-        def work(first: int) -> None:
-            torch.set_num_threads(1)  # a forked process must not wait for the parent's threads
-            for i in range(first, len(starts), count):
-                if fill(starts[i]) is not None:
-                    return
-                done[i] = 1
-
-        _fork(work, count)
-        starts = [start for i, start in enumerate(starts) if not done[i]]
-    with ThreadPoolExecutor(min(8, cores())) as pool:
-        for report in pool.map(fill, starts):
-            if report is not None:
-                pool.shutdown(wait=False, cancel_futures=True)
-                return report
-    return None
-
-
-def _fork(work: Callable[[int], None], count: int) -> None:
-    """work(0), ..., work(count - 1), each in a forked process."""
-    fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=work, args=(i,), daemon=True) for i in range(count)]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"(?s).*use of fork\(\)")
-        for process in processes:
-            process.start()
-    try:
-        for process in processes:
-            process.join()
-    finally:
-        for process in processes:
-            process.kill()
 
 
 def gray_if_gray(x: Tensor) -> Tensor:
