@@ -1,7 +1,7 @@
 """What a head costs: `python -m evidence.cost --data cifar10=SPEC` times training steps, results/evidence/cost.json.
 
-The same network with each head in turn, a block of steps at a time, so that whatever else the machine does falls on all
-of them; and the head with its loss alone, forward and backward, for its share of the step.
+The same network with each head in turn, a block of steps at a time, so that other load on the machine affects all of
+them alike; and only the head with its loss, forward and backward, for its share of the step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ HEADS: dict[str, dict[str, Any]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="cifar10-fast")
-    parser.add_argument("--data", action="append", default=[], metavar="NAME=SPEC", help="where the recipe's data are")
+    parser.add_argument(
+        "--data", action="append", default=[], metavar="NAME=SPEC", help="location of the recipe's data"
+    )
     parser.add_argument("--blocks", type=int, default=25)
     parser.add_argument("--steps", type=int, default=20, help="of a block")
     parser.add_argument("--rows", type=Path, default=ROWS, help="folder of the result")
@@ -77,7 +79,7 @@ def measure(recipe: str, data: dict[str, str], blocks: int, steps: int) -> dict[
 
 
 def _step_and_head(config: Config, stack: ExitStack) -> tuple[Callable[[], None], Callable[[], None]]:
-    """A training step on a batch that is there already, and its head alone."""
+    """A training step on a batch in memory, and only its head."""
     dataset = build.load_data(config)
     device = dataset.train.y.device
     parts = build.prepare(config, dataset, device)
@@ -105,7 +107,7 @@ def _step_and_head(config: Config, stack: ExitStack) -> tuple[Callable[[], None]
 
     if device.type != "cuda":
         return step, head
-    # In a step the head's launches hide behind the backbone's work: so here they are not to count either.
+    # In a step the head's launches overlap with the backbone's work, so they should not count here either.
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     with torch.cuda.stream(side):
         for _ in range(3):

@@ -19,7 +19,7 @@ from gsoftmax.report.colours import BLUE, GREEN, GREY, ORANGE, VERMILLION
 from gsoftmax.report.figures import render, sheet
 
 from .run import ROWS
-from .tables import ROOT, Difference, Found, _decimals, _span, differences, done, metrics_of, read
+from .tables import ROOT, Difference, Found, decimals, differences, done, metrics_of, read, span
 
 IMAGES = ROOT / "docs" / "images"
 MAP, FOREST = IMAGES / "evidence-map.svg", IMAGES / "evidence-forest.svg"
@@ -121,7 +121,7 @@ def _panel(name: str, of: Sequence[Difference]) -> Spec:
             "difference": d.test.difference,
             "low": None if math.isnan(d.test.low) else d.test.low,
             "high": None if math.isnan(d.test.high) else d.test.high,
-            "text": f"{_span(d.test)}  n = {d.test.n}",
+            "text": f"{span(d.test)}  n = {d.test.n}",
             "colour": _colour(d.setting),
             "fill": _colour(d.setting) if d.p < 0.05 else "white",
         }
@@ -172,7 +172,7 @@ def _short(v: float, limit: float) -> str:
     >>> _short(-0.00312, 0.0121), _short(3.456, 4.2), _short(0.4, 310.0)
     ('-0.0031', '+3.46', '+0')
     """
-    digits = _decimals(limit / 10)
+    digits = decimals(limit / 10)
     return f"{round(v, digits) + 0.0:+.{digits}f}"
 
 

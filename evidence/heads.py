@@ -1,4 +1,4 @@
-"""Heads that are tried out here and are not in the package."""
+"""Experimental heads, which are not part of the package."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from gsoftmax.heads import GSoftmaxHead, SoftmaxHead
 
 
 class Handicap(GSoftmaxHead):
-    """G-softmax whose term sees the label: the label's own class goes without it, z_t = x_t, and tests have z = x.
+    """G-softmax with the term on all classes except the target, z_t = x_t; z = x at test time.
 
-    The term lifts z where x is high, so that training is content with smaller differences of x: classes come closer.
-    Given to the other classes alone it is a lead that the label's x must make up for, as a margin would be.
+    The term raises z where x is high, so that smaller differences of x suffice in training and classes move closer. On
+    the other classes only, it acts like a margin that the target's x must overcome.
 
     >>> head = Handicap(4, 3, lam=2.0)
     >>> h, target = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
@@ -38,9 +38,9 @@ class Handicap(GSoftmaxHead):
 
 
 class Adjusted(SoftmaxHead):
-    """Softmax made for unequal classes: trained on z + log of how frequent a class is, tested on z (Menon et al. 2021).
+    """Logit adjustment (Menon et al. 2021): trains on z + log class frequency, tests on z.
 
-    What every class has in advance, z need not learn.  Classes are counted as they come by in training, from one each.
+    Classes are counted during training, starting from one each.
 
     >>> head = Adjusted(4, 2)
     >>> h, target = torch.zeros(6, 4), torch.tensor([0, 0, 0, 0, 0, 1])

@@ -1,7 +1,7 @@
 """Data for the studies: `python -m evidence.prepare SPEC FOLDER` writes cifar10.npz, cifar8.npz and cifar2.npz.
 
 SPEC is CIFAR-10 in any form (cifar10, folder:PATH).  The first file holds all of it, decoded once for all runs; the
-others hold eight of its classes and the two that are left out, which the study `ood` takes for what lies outside.
+others hold eight of its classes and the two that are left out, used as out-of-distribution data by the study `ood`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs of the studies, one row each: `python -m evidence.run scene --data scene=arff:PATH`.
 
-Rows are appended to results/evidence/STUDY.jsonl as runs end; those that are there are not run again, so a study can be
-done in many sittings.
+A finished run appends a row to results/evidence/STUDY.jsonl and is not run again: a study can be interrupted and
+continued.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ ROWS = HERE.parent / "results" / "evidence"
 
 @dataclass(frozen=True)
 class Study:
-    """Settings that differ from each other in what `settings` says, over the same seeds."""
+    """Settings to compare over the same seeds."""
 
     name: str
     recipe: str
     changes: Mapping[str, Any]
     seeds: range
-    settings: Mapping[str, Mapping[str, Any]]  # "seeds" in one: it has no more than so many
+    settings: Mapping[str, Mapping[str, Any]]  # the changes of each; "seeds" in one limits the number of its seeds
     about: str = ""
 
     def config(self, setting: str, seed: int) -> Config:
@@ -49,7 +49,7 @@ class Study:
         return recipes.find(self.recipe).config(changes)
 
     def runs(self) -> Iterator[tuple[str, int]]:
-        """(setting, seed), all settings of a seed together: what is compared is run at about the same time."""
+        """(setting, seed), grouped by seed, so that runs to be compared happen at about the same time."""
         for position, seed in enumerate(self.seeds):
             for setting, changes in self.settings.items():
                 if position < changes.get("seeds", len(self.seeds)):
@@ -76,7 +76,7 @@ def missing(study: Study, folder: Path = ROWS) -> list[tuple[str, int]]:
 
 
 def resolve_spec(spec: str, data: Mapping[str, str]) -> str:
-    """A spec, or several, with the names that `data` knows replaced by where they are.
+    """One or several dataset specs, with the names in `data` replaced by their locations.
 
     >>> resolve_spec("mosaic(cifar10)?grid=2x2", {"cifar10": "folder:images"})
     'mosaic(folder:images)?grid=2x2'
@@ -86,7 +86,7 @@ def resolve_spec(spec: str, data: Mapping[str, str]) -> str:
 
 
 def one(study: Study, setting: str, seed: int, data: Mapping[str, str]) -> dict[str, Any]:
-    """Trains, and gives every metric, for multi-label data also those of every label."""
+    """Train one run; its row has every metric, for multi-label data also those of each label."""
     config = study.config(setting, seed)
     places = {k: resolve_spec(getattr(config, k), data) for k in ("data", "ood") if getattr(config, k)}
     with tempfile.TemporaryDirectory() as folder:
@@ -127,11 +127,11 @@ def where() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("studies", nargs="+", choices=sorted(studies()))
-    parser.add_argument("--data", action="append", default=[], metavar="NAME=SPEC", help="where a study's data are")
+    parser.add_argument("--data", action="append", default=[], metavar="NAME=SPEC", help="location of a study's data")
     parser.add_argument("--settings", nargs="+", help="these settings only")
     parser.add_argument("--seeds", type=int, help="no more than this many seeds of each study")
-    parser.add_argument("--minutes", type=float, default=1e9, help="begin no run after this")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--minutes", type=float, default=1e9, help="start no run after this")
+    parser.add_argument("--jobs", type=int, default=1, help="number of parallel runs")
     parser.add_argument("--rows", type=Path, default=ROWS, help="folder of the rows")
     args = parser.parse_args()
     data = dict(pair.split("=", 1) for pair in args.data)

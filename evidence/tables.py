@@ -2,7 +2,7 @@
 
     <!-- evidence: tables -->  ...  <!-- evidence: end -->
 
-Nothing between such marks is written by hand. The marks: verdicts, summary, tables, cost.
+Everything between such marks is generated. The marks: verdicts, summary, tables, cost.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,24 +42,22 @@ NOTHING = "No run has been done yet."
 SEVEN = ("mAP", "C_P", "C_R", "C_F1_mean", "O_P", "O_R", "O_F1")  # the paper's, of several labels
 GEOMETRY = ("compactness", "separability", "ratio")
 GAUSSIAN = ("learned", "empirical", "empirical_all")  # the scores of gsoftmax.ood that come from Gaussians
-COST_BOUND = 1.01  # a step may cost so much of softmax's
+COST_BOUND = 1.01  # the largest acceptable ratio of step times
 
 Row = Mapping[str, Any]
 Found = Mapping[str, tuple[Study, Sequence[Row]]]
 
 
-# ------------------------------------------------------------------------------------------------------------- numbers
-
-
 @dataclass(frozen=True)
 class Difference:
-    """A setting against the reference in one metric."""
+    """A setting against another in one metric, paired by seed."""
 
     setting: str
     metric: str
-    reference: float  # mean of the reference over the paired seeds
+    reference: str  # the other setting
+    mean: float  # of the reference over the paired seeds
     test: Paired
-    p: float  # after Holm's correction over all tests of the study
+    p: float  # after Holm's correction over all tests made together
 
     @property
     def verdict(self) -> str:
@@ -68,7 +66,25 @@ class Difference:
     @property
     def share(self) -> float:
         """The difference in percent of the reference."""
-        return 100 * self.test.difference / self.reference if self.reference else math.nan
+        return 100 * self.test.difference / self.mean if self.mean else math.nan
+
+
+OfSeeds = Mapping[int, float]
+
+
+def tested(cases: Iterable[tuple[str, str, str, OfSeeds, OfSeeds]]) -> list[Difference]:
+    """Paired tests with Holm's correction for all of them.
+
+    cases: setting, metric, reference, the reference's values by seed, the setting's; without common seeds they are
+    skipped
+    """
+    found = []
+    for setting, metric, reference, base, of in cases:
+        a, b = on_common_seeds(base, of)
+        if len(a):
+            found.append((setting, metric, reference, float(a.mean()), paired(a, b)))
+    corrected = holm([test.p for *_, test in found])
+    return [Difference(*d, float(p)) for d, p in zip(found, corrected, strict=True)]
 
 
 def done(rows: Sequence[Row]) -> list[Row]:
@@ -77,7 +93,7 @@ def done(rows: Sequence[Row]) -> list[Row]:
 
 
 def values(rows: Sequence[Row], metric: str) -> dict[str, dict[int, float]]:
-    """A metric by setting and seed, in percent where it is a share."""
+    """A metric by setting and seed, in percent where it is a fraction."""
     scale = measures.find(metric).scale
     found: dict[str, dict[int, float]] = {}
     for row in done(rows):
@@ -103,20 +119,10 @@ def on_common_seeds(a: Mapping[int, float], b: Mapping[int, float]) -> tuple[np.
 
 
 def differences(study: Study, rows: Sequence[Row]) -> list[Difference]:
-    """Every setting against the first one in every metric, paired by seed, corrected for being several."""
-    reference, *others = study.settings
-    found = []
-    for metric in metrics_of(rows):
-        by = values(rows, metric)
-        for setting in others:
-            a, b = on_common_seeds(by.get(reference, {}), by.get(setting, {}))
-            if len(a):
-                found.append((setting, metric, float(a.mean()), paired(a, b)))
-    corrected = holm([d[3].p for d in found])
-    return [Difference(*d, float(p)) for d, p in zip(found, corrected, strict=True)]
-
-
-# -------------------------------------------------------------------------------------------------------------- tables
+    """Every setting against the first one in every metric, with Holm's correction for all of these tests."""
+    first, *others = study.settings
+    by = {metric: values(rows, metric) for metric in metrics_of(rows)}
+    return tested((s, m, first, of.get(first, {}), of.get(s, {})) for m, of in by.items() for s in others)
 
 
 def study_tables(study: Study, rows: Sequence[Row]) -> str:
@@ -181,7 +187,7 @@ def _label_tables(study: Study, rows: Sequence[Row]) -> list[str]:
             "The paper's t-test: average precision, in points and as the mean over seeds, paired by label.  "
             "The labels are few, and p is not corrected."
         )
-        lines = [[s, _span(t), f"{t.t:+.2f}", p_value(t.p), str(t.n)] for s, t in tests.items()]
+        lines = [[s, span(t), f"{t.t:+.2f}", p_value(t.p), str(t.n)] for s, t in tests.items()]
         parts.append(_table(["setting", "difference in AP", "t", "p", "labels"], lines))
     found = correlations(study, rows)
     if found:
@@ -229,75 +235,61 @@ def correlations(study: Study, rows: Sequence[Row]) -> dict[str, tuple[Correlati
     return {k: (paper_correlations(table(k), ap), all_class_correlation(table(k), ap)) for k in GEOMETRY}
 
 
-# ------------------------------------------------------------------------------------------------- out of distribution
+def ood_metrics(rows: Sequence[Row]) -> list[str]:
+    """The metrics `ood_SCORE DATA` that any row has, sorted by score in the order of the first row."""
+    keys = dict.fromkeys(k for row in done(rows) for k in row["metrics"] if k.startswith("ood_"))
+    scores = [*dict.fromkeys(score_and_data(k)[0] for k in keys)]
+    return sorted(keys, key=lambda k: scores.index(score_and_data(k)[0]))
 
 
-@dataclass(frozen=True)
-class Detection:
-    """AUROC of a setting's Gaussian score against that of a probability, in points."""
-
-    setting: str
-    score: str
-    outside: str
-    reference: str  # the setting whose probability it is
-    test: Paired
-    p: float  # after Holm's correction over all Gaussian scores, not only the one that is shown
-
-    @property
-    def verdict(self) -> str:
-        return verdict(self.test.difference, self.p, False)
-
-
-def ood_columns(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """(score, outside data) that any row has, a score's together."""
-    keys = dict.fromkeys(k for row in done(rows) for k in row["metrics"])
-    found = [(m[1], m[2]) for k in keys if (m := re.fullmatch(r"ood_(\S+) (.+)", k))]
-    scores = [*dict.fromkeys(s for s, _ in found)]
-    return sorted(found, key=lambda pair: scores.index(pair[0]))
-
-
-def detections(study: Study, rows: Sequence[Row]) -> list[Detection]:
-    """Every setting's best Gaussian score against its own probability and the reference's, for all outside data.
-
-    The best score is the one with the highest mean over all outside data.
+def score_and_data(metric: str) -> list[str]:
     """
-    columns = ood_columns(rows)
-    by = {pair: values(rows, f"ood_{pair[0]} {pair[1]}") for pair in columns}
+    >>> score_and_data("ood_empirical_all cifar2")
+    ['empirical_all', 'cifar2']
+    """
+    return metric.removeprefix("ood_").split(" ", 1)
+
+
+def detections(study: Study, rows: Sequence[Row]) -> list[Difference]:
+    """AUROC of every setting's best Gaussian score against that of its own probability and of the reference's.
+
+    The best score has the highest mean over all outside data; Holm's correction covers all Gaussian scores.
+    """
     first = next(iter(study.settings))
-    tests = []
-    for setting in settings_of(study, done(rows)):
-        for score, outside in columns:
-            for reference in dict.fromkeys((setting, first)):
-                base = by.get(("probability", outside), {}).get(reference, {})
-                a, b = on_common_seeds(base, by[score, outside].get(setting, {}))
-                if score in GAUSSIAN and len(a):
-                    tests.append((setting, score, outside, reference, paired(a, b)))
-    corrected = holm([t[4].p for t in tests])
-    everything = [Detection(*t, float(p)) for t, p in zip(tests, corrected, strict=True)]
-    means: dict[tuple[str, str], list[float]] = {}
-    for (score, _), of_setting in by.items():
-        for setting, found in of_setting.items():
-            if score in GAUSSIAN:
-                means.setdefault((setting, score), []).append(float(np.mean([*found.values()])))
-    best = {s: max((k for k in means if k[0] == s), key=lambda k: np.mean(means[k])) for s, _ in means}
-    return [d for d in everything if best[d.setting] == (d.setting, d.score)]
+    by = {metric: values(rows, metric) for metric in ood_metrics(rows)}
+    gaussian = [metric for metric in by if score_and_data(metric)[0] in GAUSSIAN]
+
+    def cases() -> Iterator[tuple[str, str, str, OfSeeds, OfSeeds]]:
+        for setting in settings_of(study, done(rows)):
+            for metric in gaussian:
+                probability = by.get(f"ood_probability {score_and_data(metric)[1]}", {})
+                for reference in dict.fromkeys((setting, first)):
+                    yield setting, metric, reference, probability.get(reference, {}), by[metric].get(setting, {})
+
+    means: dict[str, dict[str, list[float]]] = {}  # by setting and score
+    for metric in gaussian:
+        for setting, found in by[metric].items():
+            of = means.setdefault(setting, {}).setdefault(score_and_data(metric)[0], [])
+            of.append(float(np.mean([*found.values()])))
+    best = {setting: max(of, key=lambda score: np.mean(of[score])) for setting, of in means.items()}
+    return [d for d in tested(cases()) if score_and_data(d.metric)[0] == best[d.setting]]
 
 
 def _ood_tables(study: Study, rows: Sequence[Row]) -> list[str]:
-    columns = ood_columns(rows)
+    columns = ood_metrics(rows)
     if not columns:
         return []
-    by = [values(rows, f"ood_{score} {outside}") for score, outside in columns]
+    by = [values(rows, metric) for metric in columns]
     lines = [[s, *(_plus_minus(v.get(s, {})) for v in by)] for s in settings_of(study, done(rows))]
     parts = [
         "Out-of-distribution detection: AUROC in percent, for every score and every kind of outside data.",
-        _table(["setting", *(f"{score.replace('_', ' ')}, {outside}" for score, outside in columns)], lines),
+        _table(["setting", *(measures.find(metric).label for metric in columns)], lines),
     ]
     found = detections(study, rows)
     if not found:
         return parts
     first = next(iter(study.settings))
-    outsides = [*dict.fromkeys(outside for _, outside in columns)]
+    outsides = [*dict.fromkeys(score_and_data(metric)[1] for metric in columns)]
     parts.append(
         "The best Gaussian score of each setting (by the mean of this table, which favours it) against the highest "
         f"probability, of the same setting and of {first}: points of AUROC, paired by seed.  Bold: p below 0.05 after "
@@ -305,17 +297,14 @@ def _ood_tables(study: Study, rows: Sequence[Row]) -> list[str]:
     )
     lines = []
     for setting in dict.fromkeys(d.setting for d in found):
-        of = {(d.reference == setting, d.outside): d for d in found if d.setting == setting}
-        # the reference's own row has nothing but itself to be compared with
+        of = {(d.reference == setting, score_and_data(d.metric)[1]): d for d in found if d.setting == setting}
+        # the reference is only compared with itself
         pairs = [(own, outside) for outside in outsides for own in (True, False)]
         cells = [_shown(of[k].test, of[k].verdict) if k in of else "–" for k in pairs]
-        score = next(d.score for d in of.values())
+        score = score_and_data(next(iter(of.values())).metric)[0]
         lines.append([setting, score.replace("_", " "), *cells])
     heads = [f"{outside}, against {which}" for outside in outsides for which in ("its own", f"{first}'s")]
     return [*parts, _table(["setting", "score", *heads], lines)]
-
-
-# ---------------------------------------------------------------------------------------------------------------- cost
 
 
 def read_cost(folder: Path = ROWS) -> dict[str, Any]:
@@ -353,9 +342,6 @@ def cost_tables(cost: Mapping[str, Any], found: Found) -> str:
     return "\n\n".join(parts) or NOTHING
 
 
-# ------------------------------------------------------------------------------------------------------------ verdicts
-
-
 @dataclass(frozen=True)
 class Case:
     """One comparison that bears on a claim."""
@@ -367,8 +353,8 @@ class Case:
 
 def claims(found: Found, cost: Mapping[str, Any]) -> Iterator[tuple[str, str, list[Case]]]:
     """Claim, unit of the differences, cases: settings of G-softmax in all studies but those that choose."""
-    tested = {name: pair for name, pair in found.items() if not name.startswith("tune-")}
-    compared = [(n, d) for n, (s, rows) in tested.items() for d in differences(s, rows) if d.setting.startswith("G ")]
+    tried = {name: pair for name, pair in found.items() if not name.startswith("tune-")}
+    compared = [(n, d) for n, (s, rows) in tried.items() for d in differences(s, rows) if d.setting.startswith("G ")]
 
     def of(*metrics: str, names: str = "", share: bool = False) -> list[Case]:
         chosen = [(n, d) for n, d in compared if d.metric in metrics and re.match(names, n)]
@@ -377,38 +363,35 @@ def claims(found: Found, cost: Mapping[str, Any]) -> Iterator[tuple[str, str, li
     yield "1. lowers the error", "points", of("error")
     yield "1. raises mAP, C-F1 and O-F1", "points", of("mAP", "C_F1_mean", "O_F1")
     yield "2. raises compactness", "%", of("compactness", share=True)
-    yield "2, whatever the scale: lowers relative σ", "%", of("relative_sigma", share=True)
+    yield "2, scale-free: lowers relative σ", "%", of("relative_sigma", share=True)
     yield "3. raises separability", "%", of("separability", share=True)
-    yield "3, whatever the scale: raises d′", "%", of("dprime", share=True)
+    yield "3, scale-free: raises d′", "%", of("dprime", share=True)
     yield "4. raises the ratio", "%", of("ratio", share=True)
     one: list[Case] = []
     everything: list[Case] = []
-    for name, (study, rows) in tested.items():
+    for name, (study, rows) in tried.items():
         pairs = [*correlations(study, rows).values()]
         if pairs:
             labels = len(next(r for r in done(rows) if "labels" in r)["labels"]["ap"])
-            # The settings of one label are not independent: a label counts as one point, however many they are.
-            p_all = [_p_of_r(c.r, labels) for _, c in pairs]
-            for cases, rs, ps in (
-                (one, [c.r for c, _ in pairs], [c.p for c, _ in pairs]),
-                (everything, [c.r for _, c in pairs], p_all),
-            ):
-                cases += [
-                    Case(name, verdict(r, p, False), r) for r, p in zip(rs, holm(ps), strict=True) if not math.isnan(r)
-                ]
-    yield "5. geometry goes with AP: one label over settings, as in the paper", "r", one
-    yield "5. geometry goes with AP: all labels and settings", "r", everything
+            # The settings of one label are not independent: a label counts as one point, however many there are.
+            of_all = [(c.r, _p_of_r(c.r, labels)) for _, c in pairs]
+            for cases, of_measures in ((one, [(c.r, c.p) for c, _ in pairs]), (everything, of_all)):
+                corrected = zip(of_measures, holm([p for _, p in of_measures]), strict=True)
+                cases += [Case(name, verdict(r, p, False), r) for (r, _), p in corrected if not math.isnan(r)]
+    yield "5. geometry correlates with AP: one label over settings, as in the paper", "r", one
+    yield "5. geometry correlates with AP: all labels and settings", "r", everything
     yield "calibration: lowers NLL", "%", of("nll", share=True)
     yield "calibration: lowers ECE", "points", of("ece")
-    yield "few data: lowers the error", "points", of("error", names="few-")
+    yield "small training sets: lowers the error", "points", of("error", names="few-")
     yield "label noise and imbalance: lowers the error", "points", of("error", names="noise-|(digits-)?imbalance")
     outside = [
         Case(name, d.verdict, d.test.difference)
-        for name, (study, rows) in tested.items()
+        for name, (study, rows) in tried.items()
         for d in detections(study, rows)
         if d.setting.startswith("G ") and d.reference != d.setting
     ]
-    yield "outside data: its best Gaussian score has a higher AUROC than softmax's probability", "points", outside
+    claim = "out-of-distribution detection: its best Gaussian score has a higher AUROC than softmax's probability"
+    yield claim, "points", outside
     ratios = [of["ratio"] for head, of in cost.get("heads", {}).items() if head.startswith("G ")]
     within = [Case("cost", "better" if r <= COST_BOUND else "worse", 100 * (r - 1)) for r in ratios]
     yield f"cost: a step takes at most {100 * (COST_BOUND - 1):.0f} % more than softmax's", "%", within
@@ -422,7 +405,7 @@ def _p_of_r(r: float, n: int) -> float:
 
 
 def word(better: int, worse: int, total: int) -> str:
-    """What to call it.
+    """The verdict on a claim.
 
     >>> word(3, 0, 5), word(0, 3, 5), word(1, 0, 5), word(0, 1, 5), word(0, 0, 5), word(2, 1, 5)
     ('holds', 'the reverse', 'holds in part', 'the reverse in part', 'not shown', 'mixed')
@@ -438,7 +421,7 @@ def word(better: int, worse: int, total: int) -> str:
 
 
 def verdicts(found: Found, cost: Mapping[str, Any]) -> str:
-    """One row a claim: how often G-softmax is better, worse, or neither, and what that makes of it."""
+    """One row per claim: how often G-softmax is better, worse, or neither, and the verdict."""
     lines = []
     for claim, unit, cases in claims(found, cost):
         counts = []
@@ -467,7 +450,6 @@ def _range(cases: Sequence[Case], unit: str) -> str:
     sizes = [c.size for c in cases if not math.isnan(c.size)]
     if not sizes:
         return "–"
-    # of small ones three digits, of large ones none that nobody reads
     ends = [f"{v:+.0f}" if abs(v) >= 100 else f"{v:+.1f}" if abs(v) >= 10 else f"{v + 0.0:+.2f}" for v in sizes]
     low, high = (ends[sizes.index(f(sizes))] for f in (min, max))
     unit = f" {unit}" if unit != "r" else ""
@@ -475,7 +457,7 @@ def _range(cases: Sequence[Case], unit: str) -> str:
 
 
 def summary(found: Found) -> str:
-    """One row a study and setting: what happened to the paper's four numbers."""
+    """One row per study and setting: the changes of the paper's four numbers."""
     lines = []
     for name, (study, rows) in found.items():
         if name.startswith("tune-"):
@@ -485,14 +467,11 @@ def summary(found: Found) -> str:
             of = {d.metric: d for d in everything if d.setting == setting}
             lost = sum("metrics" not in row for row in rows if row["setting"] == setting)
             headline = of.get(metrics_of(rows)[0])
-            first = f"{_span(headline.test)}, {headline.verdict}" if headline else "–"
+            first = f"{span(headline.test)}, {headline.verdict}" if headline else "–"
             rest = [f"{of[m].share:+.0f} %, {of[m].verdict}" if m in of else "–" for m in GEOMETRY]
             pairs = f"{headline.test.n if headline else 0}" + (f" ({lost} diverged)" if lost else "")
             lines.append([name, setting, pairs, first, *rest])
     return _table(["study", "setting", "seeds", "error or mAP", *GEOMETRY], lines) if lines else NOTHING
-
-
-# --------------------------------------------------------------------------------------------------------------- words
 
 
 def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -509,10 +488,10 @@ def _seeds(rows: Sequence[Row], setting: str) -> str:
     return f"{finished.count(True)} ({lost} diverged)" if lost else str(len(finished))
 
 
-def _decimals(spread: float) -> int:
+def decimals(spread: float) -> int:
     """So many that two digits of the spread are seen.
 
-    >>> _decimals(0.12), _decimals(0.0044), _decimals(27.0)
+    >>> decimals(0.12), decimals(0.0044), decimals(27.0)
     (2, 4, 0)
     """
     return min(4, max(0, 1 - math.floor(math.log10(spread)))) if spread > 0 else 4
@@ -525,20 +504,20 @@ def _plus_minus(of_seeds: Mapping[int, float]) -> str:
     sd = float(v.std(ddof=1))
     if sd < 1e-9 * abs(v.mean()):  # the same number every time, but for rounding
         return f"{show(float(v.mean()))} ± 0"
-    digits = _decimals(sd)
+    digits = decimals(sd)
     return f"{v.mean():.{digits}f} ± {sd:.{digits}f}"
 
 
-def _span(t: Paired) -> str:
+def span(t: Paired) -> str:
     if math.isnan(t.low):
         return signed(t.difference) or "–"
-    digits = _decimals((t.high - t.low) / 2)
+    digits = decimals((t.high - t.low) / 2)
     d, low, high = (f"{round(v, digits) + 0.0:+.{digits}f}" for v in (t.difference, t.low, t.high))  # no -0.00
     return f"{d} [{low}, {high}]"
 
 
 def _shown(t: Paired, verdict: str) -> str:
-    return _span(t) if verdict == "no difference shown" else f"**{_span(t)} {verdict}**"
+    return span(t) if verdict == "no difference shown" else f"**{span(t)} {verdict}**"
 
 
 def _r(found: Correlation) -> str:

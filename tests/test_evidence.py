@@ -37,7 +37,7 @@ def test_the_words_above_the_tables_say_what_the_rows_say():
     told = -of["imbalance-again", "softmax, adjusted", "error"].difference
     added = of["imbalance-adjusted", "G λ=4 (0, 1), adjusted", "error"]
     mosaic = [of["mosaic", "G λ=4, paired, chosen", metric] for metric in ("C_F1_mean", "O_F1", "mAP")]
-    geometry = {d.metric: (d.reference, d.reference + d.test.difference) for d in tables.differences(*found["cifar10"])
+    geometry = {d.metric: (d.mean, d.mean + d.test.difference) for d in tables.differences(*found["cifar10"])
                 if d.setting == "G λ=1 (0, 1)"}  # fmt: skip
     sigma = [1 / v for v in geometry["compactness"]]
     gap = [s / r for s, r in zip(sigma, geometry["relative_sigma"], strict=True)]  # to the nearest impostor
@@ -123,9 +123,9 @@ def test_differences_agree_with_scipy(rows):
     ps = [d.test.p for d in found]
     assert min(d.p for d in found) == pytest.approx(min(ps) * len(ps), rel=1e-9)  # Holm: the smallest times all
     text = tables.study_tables(study, rows)
-    assert f"**{tables._span(d.test)} better**" in text and "24 runs, 1.000 s each" in text
+    assert f"**{tables.span(d.test)} better**" in text and "24 runs, 1.000 s each" in text
     unsure = next(d for d in found if not d.p < 0.05)  # b is one deviation away
-    assert f"| {tables._span(unsure.test)} |" in text
+    assert f"| {tables.span(unsure.test)} |" in text
     assert "| s | c | 8 |" in tables.summary({"s": (study, rows)})
 
 
@@ -248,7 +248,7 @@ def test_diverged_and_missing_runs_are_counted_and_left_out(everything):
             (d,) = [d for d in tables.differences(study, rows) if (d.setting, d.metric) == (setting, metric)]
             np.testing.assert_allclose((d.test.difference, d.test.low, d.test.high), ((b - a).mean(), low, high))
             assert d.test.p == pytest.approx(expected.pvalue) and d.test.n == len(seeds)
-            assert tables._span(d.test) in text
+            assert tables.span(d.test) in text
     error = [100 * v["error"] for (s, _), v in of.items() if s == "G λ=4"]
     assert f"| {np.mean(error):.1f} ± {np.std(error, ddof=1):.1f} |" in text
     d = tables.differences(study, rows)[0].test
@@ -296,7 +296,7 @@ def test_several_labels_have_seven_metrics_and_the_papers_tests(everything):
     for setting, t in tables.label_tests(study, rows).items():
         expected = scipy.stats.ttest_rel(ap[setting], ap["softmax"])
         assert (t.t, t.p, t.n) == (pytest.approx(expected.statistic), pytest.approx(expected.pvalue), 10)
-        assert f"| {setting} | {tables._span(t)} | {t.t:+.2f} |" in text
+        assert f"| {setting} | {tables.span(t)} | {t.t:+.2f} |" in text
     found = tables.correlations(study, rows)
     x = np.array(
         [np.mean([r["labels"]["ratio"] for r in rows if r["setting"] == s], axis=0) for s in ("G a", "G b", "G c")]
@@ -312,21 +312,24 @@ def test_the_best_gaussian_score_is_compared_with_two_probabilities(everything):
     study, rows = everything["ood"]
     found = tables.detections(study, rows)
     # learned: 0.95 and 0.75 in the mean beat empirical's 0.8 and 0.8; softmax has no learned one
-    assert {(d.setting, d.score) for d in found} == {("softmax", "empirical"), ("G λ=1", "learned")}
+    assert {(d.setting, tables.score_and_data(d.metric)[0]) for d in found} == {
+        ("softmax", "empirical"),
+        ("G λ=1", "learned"),
+    }
     assert len(found) == 2 + 4
     of = {s: [r["metrics"] for r in rows if r["setting"] == s] for s in study.settings}
     for reference in study.settings:
-        (d,) = [d for d in found if (d.setting, d.outside, d.reference) == ("G λ=1", "cifar2", reference)]
+        (d,) = [d for d in found if (d.setting, d.metric, d.reference) == ("G λ=1", "ood_learned cifar2", reference)]
         a = [100 * m["ood_probability cifar2"] for m in of[reference]]
         b = [100 * m["ood_learned cifar2"] for m in of["G λ=1"]]
         assert d.test.p == pytest.approx(scipy.stats.ttest_rel(b, a).pvalue) and d.verdict == "better"
         # Holm over all Gaussian scores: empirical and learned, both data, own and reference's
         assert d.test.p < d.p <= 10 * d.test.p
-    assert {d.verdict for d in found if d.setting == "G λ=1" and d.outside == "digits"} == {"worse"}
+    assert {d.verdict for d in found if d.setting == "G λ=1" and d.metric.endswith("digits")} == {"worse"}
     text = tables.study_tables(study, rows)
     assert "| setting | probability, cifar2 | probability, digits | empirical, cifar2 |" in text
     mean, sd = np.mean(b), np.std(b, ddof=1)
-    digits = tables._decimals(sd)
+    digits = tables.decimals(sd)
     assert f"| {mean:.{digits}f} ± {sd:.{digits}f} |" in text
     row = next(line for line in text.splitlines() if line.startswith("| softmax | empirical |"))
     assert row.count("–") == 2  # not against itself twice
@@ -383,12 +386,12 @@ def test_verdicts_follow_from_the_rows():
     of = {line[0]: line[1:] for line in lines}
     assert of["1. lowers the error"][:3] == ["1 in 1", "0", "3 in 2"]  # neither `other` nor tune-x counts
     assert of["1. lowers the error"][-1] == "**holds in part**"
-    assert of["few data: lowers the error"][:3] == ["1 in 1", "0", "1 in 1"]
-    assert of["few data: lowers the error"][-1] == "**holds in part**"
+    assert of["small training sets: lowers the error"][:3] == ["1 in 1", "0", "1 in 1"]
+    assert of["small training sets: lowers the error"][-1] == "**holds in part**"
     assert of["2. raises compactness"][::4] == ["4 in 2", "**holds**"]
     assert of["3. raises separability"][:3] == ["2 in 2", "2 in 2", "0"]
     assert of["3. raises separability"][-1] == "**mixed**"
-    assert of["3, whatever the scale: raises d′"][::4] == ["0", "**the reverse**"]
+    assert of["3, scale-free: raises d′"][::4] == ["0", "**the reverse**"]
     assert of["4. raises the ratio"] == ["0", "0", "4 in 2", "+0.00 %", "**not shown**"]
     assert of["calibration: lowers NLL"][::4] == ["2 in 2", "**holds in part**"]  # half is not more than half
     assert of["label noise and imbalance: lowers the error"] == ["0", "0", "0", "–", "**not shown**"]
@@ -411,8 +414,8 @@ def test_verdicts_on_labels_and_outside_data(everything):
     lines = [line.strip("| ").split(" | ") for line in tables.verdicts(everything, {}).splitlines() if line[:1] == "|"]
     of = {line[0]: line[1:] for line in lines}
     # separability follows AP in what was made, compactness does the reverse, ratio neither
-    assert of["5. geometry goes with AP: all labels and settings"][:3] == ["1 in 1", "1 in 1", "1 in 1"]
-    (outside,) = [v for k, v in of.items() if k.startswith("outside data")]
+    assert of["5. geometry correlates with AP: all labels and settings"][:3] == ["1 in 1", "1 in 1", "1 in 1"]
+    (outside,) = [v for k, v in of.items() if k.startswith("out-of-distribution")]
     assert outside[:3] == ["1 in 1", "1 in 1", "0"] and outside[-1] == "**mixed**"
     text = tables.verdicts(everything, {})
     assert "left out of all numbers: 3 of 29 in cifar10," in text and "5 of 40 in tune-cifar10" in text
@@ -458,7 +461,7 @@ def test_figures_show_the_differences_and_are_drawn_alike(everything):
     for name, of in forest.items():
         assert name in figures.content(drawn)
         for d in of:
-            assert f"{tables._span(d.test)}  n = {d.test.n}" in figures.content(drawn)
+            assert f"{tables.span(d.test)}  n = {d.test.n}" in figures.content(drawn)
 
 
 def test_pages_and_figures_are_written_and_checked(everything, tmp_path, monkeypatch):
