@@ -128,21 +128,10 @@ def test_loss_and_gradients_agree_with_float64_autograd(shape, kind, impl):
         x, (mu, sigma) = outputs(shape), gaussians()
         exact = [t.float().double().requires_grad_() for t in (x, mu, sigma)]  # what float32 can hold
         ours = [t.detach().float().requires_grad_() for t in exact]
-        a = G.gsoftmax_cross_entropy(
-            ours[0],
-            target.float() if kind == "probabilities" else target,
-            *ours[1:],
-            1.5,
-            impl=impl,
-            **with_weight(options, torch.float32),
-        )
-        b = reference(
-            exact[0],
-            target.float().double() if kind == "probabilities" else target,
-            *exact[1:],
-            1.5,
-            **with_weight(options, torch.float64),
-        )
+        y32, y64 = (target.float(), target.float().double()) if kind == "probabilities" else (target, target)
+        single, double = (with_weight(options, dtype) for dtype in (torch.float32, torch.float64))
+        a = G.gsoftmax_cross_entropy(ours[0], y32, *ours[1:], 1.5, impl=impl, **single)
+        b = reference(exact[0], y64, *exact[1:], 1.5, **double)
         probe = torch.linspace(0.5, 1.5, a.numel(), dtype=torch.float64).view(a.shape)
         (a * probe.float()).sum().backward()
         (b * probe).sum().backward()
@@ -156,18 +145,10 @@ def test_loss_and_gradients_agree_with_float64_autograd(shape, kind, impl):
 def test_gradcheck(kind, reduction):
     mu, sigma = gaussians(requires_grad=True)
     x, target = outputs((4, C)).requires_grad_(), make_target((4, C), kind)
+    options = dict(reduction=reduction, label_smoothing=0.1, weight=torch.linspace(0.5, 2, C).double())
 
     def loss(x, mu, sigma):
-        return G.gsoftmax_cross_entropy(
-            x,
-            target,
-            mu,
-            sigma,
-            1.3,
-            reduction=reduction,
-            label_smoothing=0.1,
-            weight=torch.linspace(0.5, 2, C).double(),
-        )
+        return G.gsoftmax_cross_entropy(x, target, mu, sigma, 1.3, **options)
 
     assert torch.autograd.gradcheck(loss, (x, mu, sigma))
     assert torch.autograd.gradgradcheck(loss, (x, mu, sigma))
@@ -475,65 +456,55 @@ def test_large_margin_gradcheck():
 
 X, Y = torch.zeros(4, 3), torch.tensor([0, 1, 2, 0])
 ONE = torch.ones(3)
+ce, linear, multilabel = G.gsoftmax_cross_entropy, G.linear_gsoftmax_cross_entropy, G.multilabel_cross_entropy
+margin = G.large_margin_logits
 
 
 @pytest.mark.parametrize(
     "call, error, words",
     [
-        (lambda: G.gsoftmax_cross_entropy(X, Y + 1, 0.0, 1.0), ValueError, "target must lie between 0 and 2.* got 3"),
-        (lambda: G.gsoftmax_cross_entropy(X, Y - 1, 0.0, 1.0, 0.0), ValueError, "target .* got -1"),
-        (lambda: G.gsoftmax_cross_entropy(X, Y[:3], 0.0, 1.0), ValueError, r"target .*\(4,\).* got \(3,\)"),
-        (
-            lambda: G.gsoftmax_cross_entropy(X, Y.float(), 0.0, 1.0),
-            ValueError,
-            "target of torch.float32 .*probabilities",
-        ),
-        (lambda: G.gsoftmax_cross_entropy(X, Y.int(), 0.0, 1.0), TypeError, "target .*torch.long.* got torch.int32"),
-        (lambda: G.gsoftmax_cross_entropy(X, X * math.nan, 0.0, 1.0), ValueError, "target .*got NaN"),
-        (lambda: G.gsoftmax_cross_entropy(X, X, 0.0, 1.0, ignore_index=0), ValueError, "ignore_index .*got 0"),
-        (lambda: G.gsoftmax_cross_entropy(X, [0], 0.0, 1.0), TypeError, "target must be a tensor, got list"),
-        (lambda: G.gsoftmax_cross_entropy(Y, Y, 0.0, 1.0), TypeError, "x must be floating point, got torch.int64"),
-        (lambda: G.gsoftmax_cross_entropy(X, Y, ONE[:2], ONE), ValueError, r"mu must have shape \(3,\).* got \(2,\)"),
-        (lambda: G.gsoftmax_cross_entropy(X, Y, "0", ONE), TypeError, "mu must be a tensor .* got str"),
-        (lambda: G.gsoftmax_cross_entropy(X, Y, ONE, ONE.long()), TypeError, "sigma must be floating point"),
-        (lambda: G.gsoftmax_cross_entropy(X, Y, ONE, -ONE), ValueError, "sigma must be positive, got a minimum of -1"),
-        (lambda: G.gsoftmax_cross_entropy(X, Y, ONE, 0.0), ValueError, "sigma must be positive, got a minimum of 0"),
-        (lambda: G.gsoftmax_cross_entropy(X, Y, ONE, math.nan), ValueError, "sigma must be positive, got .*nan"),
-        (lambda: G.gsoftmax_cross_entropy(X.half(), Y, ONE, -ONE), ValueError, "sigma must be positive"),
-        (lambda: G.gsoftmax_cross_entropy(X, Y, ONE, ONE, -1.0), ValueError, "lam must be 0 or more.* got -1"),
-        (lambda: G.gsoftmax_cross_entropy(X, Y, ONE, ONE, math.inf), ValueError, "lam .*got inf"),
-        (lambda: G.gsoftmax_cross_entropy(X, Y, ONE, ONE, "1"), TypeError, "lam must be a number, got str"),
-        (lambda: G.gsoftmax_cross_entropy(X, Y, ONE, ONE, reduction="avg"), ValueError, "reduction .*mean.* got 'avg'"),
-        (lambda: G.gsoftmax_cross_entropy(X, Y, ONE, ONE, label_smoothing=2), ValueError, "label_smoothing .*got 2"),
-        (lambda: G.gsoftmax_cross_entropy(X, Y, ONE, ONE, weight=ONE[:2]), ValueError, r"weight .*\(3,\).* got \(2,\)"),
-        (lambda: G.gsoftmax_cross_entropy(X, Y, ONE, ONE, impl="cuda"), ValueError, "impl .*auto.* got 'cuda'"),
+        (lambda: ce(X, Y + 1, 0.0, 1.0), ValueError, "target must lie between 0 and 2.* got 3"),
+        (lambda: ce(X, Y - 1, 0.0, 1.0, 0.0), ValueError, "target .* got -1"),
+        (lambda: ce(X, Y[:3], 0.0, 1.0), ValueError, r"target .*\(4,\).* got \(3,\)"),
+        (lambda: ce(X, Y.float(), 0.0, 1.0), ValueError, "target of torch.float32 .*probabilities"),
+        (lambda: ce(X, Y.int(), 0.0, 1.0), TypeError, "target .*torch.long.* got torch.int32"),
+        (lambda: ce(X, X * math.nan, 0.0, 1.0), ValueError, "target .*got NaN"),
+        (lambda: ce(X, X, 0.0, 1.0, ignore_index=0), ValueError, "ignore_index .*got 0"),
+        (lambda: ce(X, [0], 0.0, 1.0), TypeError, "target must be a tensor, got list"),
+        (lambda: ce(Y, Y, 0.0, 1.0), TypeError, "x must be floating point, got torch.int64"),
+        (lambda: ce(X, Y, ONE[:2], ONE), ValueError, r"mu must have shape \(3,\).* got \(2,\)"),
+        (lambda: ce(X, Y, "0", ONE), TypeError, "mu must be a tensor .* got str"),
+        (lambda: ce(X, Y, ONE, ONE.long()), TypeError, "sigma must be floating point"),
+        (lambda: ce(X, Y, ONE, -ONE), ValueError, "sigma must be positive, got a minimum of -1"),
+        (lambda: ce(X, Y, ONE, 0.0), ValueError, "sigma must be positive, got a minimum of 0"),
+        (lambda: ce(X, Y, ONE, math.nan), ValueError, "sigma must be positive, got .*nan"),
+        (lambda: ce(X.half(), Y, ONE, -ONE), ValueError, "sigma must be positive"),
+        (lambda: ce(X, Y, ONE, ONE, -1.0), ValueError, "lam must be 0 or more.* got -1"),
+        (lambda: ce(X, Y, ONE, ONE, math.inf), ValueError, "lam .*got inf"),
+        (lambda: ce(X, Y, ONE, ONE, "1"), TypeError, "lam must be a number, got str"),
+        (lambda: ce(X, Y, ONE, ONE, reduction="avg"), ValueError, "reduction .*mean.* got 'avg'"),
+        (lambda: ce(X, Y, ONE, ONE, label_smoothing=2), ValueError, "label_smoothing .*got 2"),
+        (lambda: ce(X, Y, ONE, ONE, weight=ONE[:2]), ValueError, r"weight .*\(3,\).* got \(2,\)"),
+        (lambda: ce(X, Y, ONE, ONE, impl="cuda"), ValueError, "impl .*auto.* got 'cuda'"),
         (lambda: G.gsoftmax_logits(torch.zeros(()), ONE, ONE), ValueError, "x must be .*got a single number"),
-        (lambda: G.linear_gsoftmax_cross_entropy(X, ONE, Y, 0.0, 1.0), ValueError, "weight must be .classes, features"),
-        (lambda: G.linear_gsoftmax_cross_entropy(X, X, Y[:1], 0.0, 1.0), ValueError, r"target .*got \(1,\)"),
-        (
-            lambda: G.linear_gsoftmax_cross_entropy(X, X, Y, 0.0, 1.0, bias=ONE),
-            ValueError,
-            r"bias .*\(4,\).* got \(3,\)",
-        ),
-        (lambda: G.linear_gsoftmax_cross_entropy(X, X, Y + 4, 0.0, 1.0), ValueError, "target must lie .*got 4"),
-        (
-            lambda: G.multilabel_cross_entropy(X, X, X, form="pair"),
-            ValueError,
-            "form must be one of paired.* got 'pair'",
-        ),
-        (lambda: G.multilabel_cross_entropy(X, None, X), ValueError, "form='paired' needs x_neg"),
-        (lambda: G.multilabel_cross_entropy(X, X, X, form="msml"), ValueError, "x_neg must be None"),
-        (lambda: G.multilabel_cross_entropy(X, X[:2], X), ValueError, r"x_neg .*got \(2, 3\)"),
-        (lambda: G.multilabel_cross_entropy(X, X, Y), ValueError, r"target .*\(4, 3\).* got \(4,\)"),
-        (lambda: G.multilabel_cross_entropy(X, X, X + 2), ValueError, "target must hold 0, 1.* got .*2.0"),
-        (lambda: G.multilabel_cross_entropy(X, X, X * math.nan), ValueError, "target must hold 0, 1.* got .*nan"),
-        (lambda: G.multilabel_cross_entropy(X, X, X, gaussians=(ONE, ONE)), ValueError, "gaussians .*got 2 values"),
-        (lambda: G.multilabel_cross_entropy(X, X, X, pos_weight=ONE[:1]), ValueError, "pos_weight must have shape"),
-        (lambda: G.multilabel_cross_entropy(X, X, X, reduction="avg"), ValueError, "reduction .*batchmean.* got 'avg'"),
-        (lambda: G.large_margin_logits(X, ONE[None], Y, 5), ValueError, "margin must be 1, 2, 3 or 4, got 5"),
-        (lambda: G.large_margin_logits(X, ONE[None], Y, 2, -1.0), ValueError, "anneal must be 0 or more"),
-        (lambda: G.large_margin_logits(X, ONE[None], X, 2), ValueError, "target must hold one class index"),
-        (lambda: G.large_margin_logits(X, ONE[None], Y, 2), ValueError, "target must lie between 0 and 0"),
+        (lambda: linear(X, ONE, Y, 0.0, 1.0), ValueError, "weight must be .classes, features"),
+        (lambda: linear(X, X, Y[:1], 0.0, 1.0), ValueError, r"target .*got \(1,\)"),
+        (lambda: linear(X, X, Y, 0.0, 1.0, bias=ONE), ValueError, r"bias .*\(4,\).* got \(3,\)"),
+        (lambda: linear(X, X, Y + 4, 0.0, 1.0), ValueError, "target must lie .*got 4"),
+        (lambda: multilabel(X, X, X, form="pair"), ValueError, "form must be one of paired.* got 'pair'"),
+        (lambda: multilabel(X, None, X), ValueError, "form='paired' needs x_neg"),
+        (lambda: multilabel(X, X, X, form="msml"), ValueError, "x_neg must be None"),
+        (lambda: multilabel(X, X[:2], X), ValueError, r"x_neg .*got \(2, 3\)"),
+        (lambda: multilabel(X, X, Y), ValueError, r"target .*\(4, 3\).* got \(4,\)"),
+        (lambda: multilabel(X, X, X + 2), ValueError, "target must hold 0, 1.* got .*2.0"),
+        (lambda: multilabel(X, X, X * math.nan), ValueError, "target must hold 0, 1.* got .*nan"),
+        (lambda: multilabel(X, X, X, gaussians=(ONE, ONE)), ValueError, "gaussians .*got 2 values"),
+        (lambda: multilabel(X, X, X, pos_weight=ONE[:1]), ValueError, "pos_weight must have shape"),
+        (lambda: multilabel(X, X, X, reduction="avg"), ValueError, "reduction .*batchmean.* got 'avg'"),
+        (lambda: margin(X, ONE[None], Y, 5), ValueError, "margin must be 1, 2, 3 or 4, got 5"),
+        (lambda: margin(X, ONE[None], Y, 2, -1.0), ValueError, "anneal must be 0 or more"),
+        (lambda: margin(X, ONE[None], X, 2), ValueError, "target must hold one class index"),
+        (lambda: margin(X, ONE[None], Y, 2), ValueError, "target must lie between 0 and 0"),
     ],
 )
 def test_mistakes_name_the_argument_the_value_and_what_is_accepted(call, error, words):
