@@ -33,7 +33,8 @@ myst_enable_extensions = ["deflist", "dollarmath"]
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True}
+# Methods of our own base classes are shown with every class, those of other libraries are not.
+autodoc_default_options = {"members": True, "inherited-members": "BaseException,Callback,Metric,Module,object,tuple"}
 autodoc_inherit_docstrings = False  # torch's docstring of forward() does not describe ours
 autodoc_typehints_format = "short"
 toc_object_entries_show_parents = "hide"

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import re
@@ -24,10 +25,10 @@ import gsoftmax
 
 
 def process(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    try:
-        names = set(inspect.signature(obj).parameters)
-    except (TypeError, ValueError):
-        names = set()
+    names = set()
+    for function in [obj, *(f for _, f in inspect.getmembers(obj, inspect.isfunction) if inspect.isclass(obj))]:
+        with contextlib.suppress(TypeError, ValueError):
+            names |= {*inspect.signature(function).parameters}
     lines[:] = literal_formulas(list_parameters(escaped(lines), names))
     if is_record(obj) and name != "gsoftmax.config.Config":  # Config has tables of its keys
         rows = [(field, kind, *escaped([text])) for field, kind, _, text in field_comments(obj) if field]
