@@ -138,15 +138,6 @@ def test_without_the_term_the_outputs_are_the_old_ones(name, kind):
     assert model.get_submodule(MODELS[name][1]) is head_of(model)
 
 
-def test_a_model_of_full_size():
-    model = torchvision.models.vgg11(num_classes=CLASSES, init_weights=False).eval()
-    x = torch.randn(1, 3, 32, 32)
-    with torch.no_grad():
-        old = model(x)
-        assert torch.equal(attach(model, lam=0.0)(x), old)
-    assert type(model.classifier[6]) is GSoftmaxHead and model.classifier[6].in_features == 4096
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_the_term_is_added_to_the_outputs(name):
     model, inputs = model_and_inputs(name)
@@ -523,8 +514,10 @@ def test_timm_without_a_classifier_gets_one_and_keeps_its_pooling():
     ):
         attach(model)
     assert attach(model, num_classes=3)(torch.randn(2, 3, 32, 32)).shape == (2, 3) and model.num_classes == 3
-    model = attach(timm.create_model("resnet18", num_classes=5, global_pool="max"), num_classes=3)
-    assert model.global_pool.pool_type == "max"
+    for classes in (0, 5):
+        model = attach(timm.create_model("resnet18", num_classes=classes, global_pool="max"), num_classes=3)
+        assert model.global_pool.pool_type == "max" and model.num_classes == 3
+    attach(timm.create_model("resnet18", num_classes=0), "lsoftmax", num_classes=3)  # no trained bias to warn about
 
 
 def test_attention_projections_are_not_classifiers():
@@ -582,8 +575,8 @@ def _hidden(module):
 MISTAKES = {
     "not a model": (lambda: attach(3), "model must be an nn.Module, got int"),
     "head": (lambda: attach(mlp(), "arcface"), "head must be one of softmax, lsoftmax, gsoftmax, got 'arcface'"),
-    "no classes": (lambda: attach(mlp(), num_classes=0), "num_classes must be 1 or more, got 0"),
-    "classes": (lambda: attach(mlp(), num_classes="ten"), "num_classes must be an integer, got str"),
+    "no classes": (lambda: attach(mlp(), num_classes=0), "num_classes must be a positive integer, got 0"),
+    "classes": (lambda: attach(mlp(), num_classes="ten"), "num_classes must be a positive integer, got 'ten'"),
     "option": (lambda: attach(mlp(), lamda=2.0), "unexpected keyword argument 'lamda'"),
     "length": (lambda: attach(mlp(), mu=[0.0, 1.0]), r"mu must be a number or 5 values, got shape \(2,\)"),
     "form": (lambda: attach(mlp(), "lsoftmax", form="paired"), "LSoftmaxHead has no multi-label form"),

@@ -71,10 +71,8 @@ def attach(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     checks.check_choice("head", head, tuple(HEADS))
-    if num_classes is not None and (isinstance(num_classes, bool) or not isinstance(num_classes, int)):
-        raise TypeError(f"num_classes must be an integer, got {type(num_classes).__name__}")
-    if num_classes is not None and num_classes < 1:
-        raise ValueError(f"num_classes must be 1 or more, got {num_classes}")
+    if num_classes is not None and (type(num_classes) is not int or num_classes < 1):
+        raise ValueError(f"num_classes must be a positive integer, got {num_classes!r}")
     # by name, because importing them all takes longer than this package
     wrappers = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"}
     if {*wrappers, "ScriptModule", "OptimizedModule"}.intersection(kind.__name__ for kind in type(model).__mro__):
@@ -83,10 +81,10 @@ def attach(
     unknown = () if num_classes else ("mu", "sigma")
     HEADS[head](1, num_classes or 1, device="meta", **{k: v for k, v in head_options.items() if k not in unknown})
 
-    trained = not (name is None and num_classes is not None and _reset_timm(model, num_classes))
+    created = name is None and num_classes is not None and _create_classifier(model, num_classes)
     places = _find(model, name, num_classes)
     heads = [_make_head(HEADS[head], old, num_classes, head_options) for _, old in places]
-    if trained and "bias" not in head_options:
+    if not created and "bias" not in head_options:
         dropped = [path or "the layer" for (path, old), new in zip(places, heads, strict=True) if _loses_bias(old, new)]
         if dropped:
             warnings.warn(
@@ -422,23 +420,14 @@ def _write_count(model: nn.Module, path: str, old: int, new: int) -> None:
             config.num_labels = new  # in transformers this also renews id2label
 
 
-def _reset_timm(model: nn.Module, num_classes: int) -> bool:
-    """Call `reset_classifier` of a timm model with another number of classes, or without a classifier; whether it was
-    needed."""
-    reset = getattr(model, "reset_classifier", None)
-    if not callable(reset) or not hasattr(model, "get_classifier"):
+def _create_classifier(model: nn.Module, num_classes: int) -> bool:
+    """Create the classifier of a timm model that has none; whether it was needed."""
+    get_classifier, reset = (getattr(model, f"{verb}_classifier", None) for verb in ("get", "reset"))
+    if not (callable(get_classifier) and callable(reset) and isinstance(get_classifier(), nn.Identity)):
         return False
-    if getattr(model, "num_classes", None) == num_classes:
-        return False
-    if not isinstance(model.get_classifier(), nn.Identity):  # type: ignore[operator]
-        _find(model, None, num_classes)  # raises if it cannot be replaced, before the model is changed
-    options = {}
-    accepted = inspect.signature(reset).parameters.get("global_pool")
-    if accepted is not None and accepted.default is not None:
-        # The default is average pooling: keep the model's own.  A model without a classifier has none.
-        pool = getattr(model, "global_pool", None)
-        pool = pool if isinstance(pool, str) else getattr(pool, "pool_type", None)
-        if pool:
-            options["global_pool"] = pool
-    reset(num_classes, **options)
+    # reset_classifier may default to average pooling: keep the model's own
+    pool = getattr(model, "global_pool", None)
+    pool = pool if isinstance(pool, str) else getattr(pool, "pool_type", None)
+    accepts_pool = "global_pool" in inspect.signature(reset).parameters
+    reset(num_classes, **({"global_pool": pool} if pool and accepts_pool else {}))
     return True

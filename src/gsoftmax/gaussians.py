@@ -146,9 +146,9 @@ class GaussianLogits(nn.Module):
     def fitted_sigma(self, n: int, mean: Tensor, m2: Tensor) -> Tensor:
         """The standard deviation of n examples with this mean and sum of squared deviations, or an error."""
         if n < 2:
-            raise ValueError(f"batches must hold at least two examples to fit Gaussians to, got {n}")
+            raise ValueError(f"batches must contain at least two examples to fit Gaussians, got {n}")
         if not bool(torch.isfinite(mean).all() and torch.isfinite(m2).all()):
-            raise ValueError("batches must hold finite outputs to fit Gaussians to, got NaN or infinity")
+            raise ValueError("batches must contain finite outputs to fit Gaussians, got NaN or infinity")
         return (m2 / n).sqrt().clamp_min(self.sigma_min * (1 + 1e-6) if self.sigma_min else 1e-6)
 
     @torch.no_grad()

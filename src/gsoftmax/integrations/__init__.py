@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
+__all__ = ["lightning", "tensorboard", "transformers"]
+
 
 def __getattr__(name: str) -> ModuleType:
-    if name in ("lightning", "tensorboard", "transformers"):
+    if name in __all__:
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

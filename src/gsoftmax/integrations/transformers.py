@@ -133,7 +133,10 @@ class GSoftmaxTrainerMixin:
         return loss, outputs
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """`Trainer`'s optimizer with the Gaussians in groups of their own; a user-supplied optimizer is not changed."""
+        """`Trainer`'s optimizer with the Gaussians in groups of their own; a user-supplied optimizer is not changed.
+
+        args, kwargs: as in `Trainer.create_optimizer`
+        """
         ours = getattr(self, "optimizer", None) is None
         optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         model = next(iter(args), kwargs.get("model")) or self.model  # type: ignore[attr-defined]
@@ -145,7 +148,7 @@ class GSoftmaxTrainerMixin:
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add mu_mean and sigma_mean to the logs of training steps.
 
-        logs: values by name, as in `Trainer.log`
+        logs, args, kwargs: as in `Trainer.log`
         """
         found = [g for _, g in named_gaussians(self.model)] if "loss" in logs else []  # type: ignore[attr-defined]
         if found:
