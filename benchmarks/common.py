@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from gsoftmax.runs import environment
+
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 
 
@@ -81,26 +83,17 @@ def _timing(blocks: Sequence[Sequence[float]]) -> Timing:
 
 def provenance() -> dict[str, Any]:
     """The machine, the versions and the commit that a number belongs to."""
-    import gsoftmax
-
-    info: dict[str, Any] = {
+    info = environment() | {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join(["python", "-m", _module(), *(a for a in sys.argv[1:] if "/" not in a and a != "--out")]),
         # COMMIT: for a copy of the tree without its history
         "commit": os.environ.get("COMMIT") or _output("git", "rev-parse", "--short=12", "HEAD"),
         "uncommitted changes": "COMMIT" not in os.environ and bool(_output("git", "status", "--porcelain")),
-        "platform": platform.platform(),
-        "cpu": _cpu(),
+        "processor": _cpu(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "load before": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torch threads": torch.get_num_threads(),
-        "gsoftmax": gsoftmax.__version__,
+        "cuda": torch.version.cuda if torch.cuda.is_available() else None,
     }
-    if torch.cuda.is_available():
-        info["gpu"] = torch.cuda.get_device_name()
-        info["cuda"] = torch.version.cuda
     for package in ("numpy", "triton", "liger-kernel", "cut-cross-entropy", "torchmetrics"):
         try:
             info[package] = metadata.version(package)

@@ -35,11 +35,12 @@ from .messages import first_line, unknown
 
 
 def pick_device(name: str) -> torch.device:
-    """The device called `name`, checked by using it; "auto" is a GPU where there is one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """The device called `name`; "auto" is a GPU where there is one.  Each process of a machine gets its own GPU."""
     try:
-        device = torch.device(name)
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+        if device.type == "cuda" and device.index is None and "LOCAL_RANK" in os.environ:
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
         torch.empty(0, device=device)
         if device.type == "meta":
             raise RuntimeError("it stores no values")
@@ -57,9 +58,8 @@ def load_cached(spec: str, root: str | None, device: str, options: tuple[tuple[s
 def load_data(config: Config, root: str | os.PathLike[str] | None = None) -> Dataset:
     """The configured dataset on its device, cached across seeds; `root` as in `gsoftmax.data.load`."""
     keys = ("val_fraction", "train_fraction", "imbalance", "label_noise", "image_size")
-    device = distributed.local_device(pick_device(config.device))
     options = tuple((key, getattr(config, key)) for key in keys)
-    return load_cached(config.data, None if root is None else os.fspath(root), str(device), options)
+    return load_cached(config.data, None if root is None else os.fspath(root), str(pick_device(config.device)), options)
 
 
 def train_batches(
@@ -180,18 +180,6 @@ def autocast(config: Config, device: torch.device) -> Callable[[], AbstractConte
     return functools.partial(torch.autocast, device.type, dtype, cache_enabled=cached)
 
 
-@torch.no_grad()
-def fit_gaussians(network: Network, dataset: Dataset, config: Config, world: World = ALONE) -> None:
-    """The paper's data-driven start: Gaussians of x over the training set with the initial weights, in eval mode."""
-    if not hasattr(network.head, "fit_gaussians"):
-        return  # a head without Gaussians: the same recipe serves it
-    network.eval()
-    size = max(config.batch_size, 256)
-    batches = data_room.eval_batches(dataset, "train", size, shard=world, workers=config.workers)
-    with autocast(config, next(network.parameters()).device)():
-        network.head.fit_gaussians(network.h(inputs).float() for inputs, _ in batches)
-
-
 def loss_options(config: Config) -> dict[str, Any]:
     """The options of the head's `loss`."""
     options: dict[str, Any] = {"label_smoothing": config.label_smoothing} if config.label_smoothing else {}
@@ -264,12 +252,6 @@ class Parts:
     alone: list[nn.Parameter]  # parameters whose gradients neither DDP nor FSDP averages
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
 
-    def evaluated(self, world: World) -> Network:
-        """The network to evaluate (the EMA copy if there is one), the same on every process."""
-        network: Any = self.network if self.average is None else self.average.module
-        distributed.share_buffers(network, world)
-        return network
-
     def state(self) -> dict[str, Any]:
         """Whole tensors on the CPU, gathered: independent of the number of processes."""
         from torch.distributed.checkpoint import state_dict as states
@@ -328,8 +310,14 @@ def prepare(config: Config, dataset: Dataset, device: torch.device, world: World
     if hasattr(made.backbone, "init_whiten"):
         sample = next(data_room.eval_batches(dataset, "train", min(5000, len(dataset.train))))[0]
         made.backbone.init_whiten(sample)
-    if config.init == "data":
-        fit_gaussians(made, dataset, config, world)
+    if config.init == "data" and hasattr(made.head, "fit_gaussians"):  # the recipe serves heads without Gaussians too
+        # the paper's data-driven start: Gaussians of x over the training set with the initial weights, in eval mode
+        made.eval()
+        batches = data_room.eval_batches(
+            dataset, "train", max(config.batch_size, 256), shard=world, workers=config.workers
+        )
+        with torch.no_grad(), autocast(config, device)():
+            made.head.fit_gaussians(made.h(inputs).float() for inputs, _ in batches)
     if config.sync_batchnorm and several:
         made = nn.SyncBatchNorm.convert_sync_batchnorm(made)
     if fsdp or (several and made.in_shards):

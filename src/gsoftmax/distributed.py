@@ -150,14 +150,6 @@ def _is_loss(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or re.search(LOST, str(error), re.I) is not None
 
 
-def local_device(device: torch.device) -> torch.device:
-    """One GPU for each process of a machine."""
-    if device.type == "cuda" and device.index is None and "LOCAL_RANK" in os.environ:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    return device
-
-
 def from_rank0(world: World, value: Any) -> Any:
     """Rank 0's value, on every rank."""
     box = [value]

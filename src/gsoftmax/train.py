@@ -51,7 +51,7 @@ def train(
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.backends.cudnn.benchmark = True  # every batch has the same shape
-    device = distributed.local_device(build.pick_device(config.device))
+    device = build.pick_device(config.device)
     with ExitStack() as stack:
         world = stack.enter_context(distributed.joined(device))
         dataset = distributed.rank0_first(world, build.load_data, config, data_root)
@@ -193,7 +193,11 @@ class Run:
         return result
 
     def evaluator(self) -> evaluation.Evaluator:
-        return evaluation.Evaluator(self.parts.evaluated(self.world), self.config, self.world)
+        """Of the network, or of its EMA copy if there is one, the same on every process."""
+        average = self.parts.average
+        network: Any = self.parts.network if average is None else average.module
+        distributed.share_buffers(network, self.world)
+        return evaluation.Evaluator(network, self.config, self.world)
 
     def check_finite(self) -> float:
         """The mean loss of the epoch so far; raises `Diverged` if it or a weight is not finite."""
