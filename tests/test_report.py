@@ -248,7 +248,7 @@ def test_run_folders_anywhere_make_a_report(tmp_path):
 def test_a_comparison_whose_runs_are_gone_still_has_its_tables(single, tmp_path):
     summary = json.loads((single.parent / "summary.json").read_text())
     doc = embedded(report.write_page(summary, tmp_path, "t"))
-    assert doc["notes"] == ["9 of 9 runs have no outputs: the figures do without them"] and doc["geometry"] == []
+    assert doc["notes"] == ["9 of 9 runs have no outputs: they are not in the figures"] and doc["geometry"] == []
 
 
 # ------------------------------------------------------------------------------------------------- anybody's outputs

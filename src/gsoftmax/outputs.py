@@ -36,7 +36,7 @@ from .functional import gsoftmax_logits
 from .messages import first_line
 from .metrics import check_probabilities
 
-__all__ = ["Block", "Outputs", "open_outputs"]
+__all__ = ["Outputs", "open_outputs"]
 
 ALIASES = {
     "x": ("x", "logits"),
@@ -97,7 +97,10 @@ class Outputs:
     offset: int = 0  # subtracted from y: 1 where labels start at 1
 
     def blocks(self, rows: int) -> Iterator[Block]:
-        """All rows, in order.  rows: how many at a time"""
+        """All rows, in order.
+
+        rows: how many at a time
+        """
         for part in self.source.rows([key for key in ("x", "y", "p") if key in self.source.shapes], rows):
             y, x = self.labels(part["y"]), _numbers(part["x"], "x")
             if self.offset:
@@ -129,7 +132,10 @@ class Outputs:
         return log_p.exp().numpy(), log_p.gather(1, y[:, None])[:, 0].numpy()
 
     def labels(self, y: np.ndarray) -> np.ndarray:
-        """y as (rows,) int64 or (rows, L) uint8, checked.  y: as the file has it"""
+        """Labels as (rows,) int64 or (rows, L) uint8, checked.
+
+        y: as the file has them
+        """
         if y.dtype.kind in "US":
             place = {name: i for i, name in enumerate(self.classes)}
             names = [_text(v) for v in y.reshape(-1).tolist()]
@@ -156,7 +162,8 @@ def open_outputs(
 ) -> Outputs:
     """Checks shapes, labels and names of a file of outputs.  x itself is read later, in blocks.
 
-    path: a file or a run folder; names: of the classes, instead of the file's; name: of the model
+    path, name: a file or a run folder, and what the model is called
+    names: of the classes, instead of the file's
     """
     path, run_names = Path(path), None
     if path.is_dir():

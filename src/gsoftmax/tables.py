@@ -42,7 +42,7 @@ FORMATS = ("md", "tex", "csv", "txt")
 
 @dataclass(frozen=True)
 class Table:
-    """A title, a header, rows of cells (text, numbers, None for nothing) and a line below.
+    """A table for terminal, Markdown, LaTeX and CSV.
 
     >>> print(Table("Errors", ("head", "error %"), (("softmax", 9.93), ("gsoftmax", None))).text())
     Errors
@@ -52,10 +52,17 @@ class Table:
     gsoftmax        –
     """
 
-    title: str
-    header: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
-    note: str = ""
+    title: str  # above the table
+    header: tuple[str, ...]  # one text per column
+    rows: tuple[tuple[Cell, ...], ...]  # cells: text, numbers, None for nothing
+    note: str = ""  # below the table
+
+    def first(self, most: int, note: str) -> Table:
+        """The table itself, or its first rows where it is longer.
+
+        most, note: the number of rows, and the note that says so
+        """
+        return self if len(self.rows) <= most else Table(self.title, self.header, self.rows[:most], note)
 
     def cells(self) -> list[list[str]]:
         """All rows as text, numbers rounded for reading."""
@@ -67,11 +74,9 @@ class Table:
         widths = [max(map(_width, column)) for column in zip(*grid, strict=True)]
         lines = []
         for row in grid:
-            padded = [
-                cell + " " * (w - _width(cell)) if k == 0 else " " * (w - _width(cell)) + cell
-                for k, (cell, w) in enumerate(zip(row, widths, strict=True))
-            ]
-            lines.append("  ".join(padded).rstrip())
+            gaps = [" " * (w - _width(cell)) for cell, w in zip(row, widths, strict=True)]
+            cells = [row[0] + gaps[0], *(gap + cell for cell, gap in zip(row[1:], gaps[1:], strict=True))]
+            lines.append("  ".join(cells).rstrip())
         return "\n".join([plain(self.title), "", *lines, *(["", plain(self.note)] if self.note else [])])
 
     def markdown(self) -> str:
@@ -90,21 +95,10 @@ class Table:
             return " & ".join(_latex(cell) for cell in cells) + r" \\"
 
         caption = _latex(self.title + (f". {self.note}" if self.note else ""))
-        return "\n".join(
-            [
-                r"\begin{table}[t]",
-                r"\centering",
-                rf"\caption{{{caption}}}",
-                rf"\begin{{tabular}}{{l{'r' * (len(self.header) - 1)}}}",
-                r"\toprule",
-                line(self.header),
-                r"\midrule",
-                *map(line, self.cells()),
-                r"\bottomrule",
-                r"\end{tabular}",
-                r"\end{table}",
-            ]
-        )
+        columns = "l" + "r" * (len(self.header) - 1)
+        begin = [r"\begin{table}[t]", r"\centering", rf"\caption{{{caption}}}", rf"\begin{{tabular}}{{{columns}}}"]
+        body = [r"\toprule", line(self.header), r"\midrule", *map(line, self.cells()), r"\bottomrule"]
+        return "\n".join([*begin, *body, r"\end{tabular}", r"\end{table}"])
 
     def csv(self) -> str:
         """All digits; a text that a spreadsheet would run as a formula gets an apostrophe in front."""
@@ -118,32 +112,23 @@ class Table:
 def write(
     tables: Sequence[Table], out: Path, formats: Sequence[str], *, csv_tables: Sequence[Table] = ()
 ) -> list[Path]:
-    """All tables in one file of each format; CSV, with one table a file, in a folder (`csv_tables`, if given)."""
+    """All tables in one file of each format; CSV, one file per table, in a folder (`csv_tables`, if given)."""
     unknown = sorted(set(formats) - set(FORMATS))
     if unknown:
         raise ValueError(f"tables must be of {', '.join(FORMATS)}, got {unknown[0]!r}")
     ways = {"md": Table.markdown, "tex": Table.latex, "txt": Table.text}
-    out.mkdir(parents=True, exist_ok=True)
-    paths = []
+    files = {}
     for kind in (k for k in FORMATS if k in formats):
         if kind == "csv":
-            folder = out / "tables"
-            folder.mkdir(parents=True, exist_ok=True)
             for table in csv_tables or tables:
                 slug = re.sub(r"[^a-z0-9]+", "-", table.title.lower()).strip("-")[:60] or "table"
-                path = folder / f"{slug}.csv"
-                atomic_write(path, table.csv())
-                paths.append(path)
+                files[out / "tables" / f"{slug}.csv"] = table.csv()
         else:
-            path = out / f"tables.{kind}"
-            atomic_write(path, "\n\n".join(ways[kind](table) for table in tables) + "\n")
-            paths.append(path)
-    return paths
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Cells
-# ---------------------------------------------------------------------------------------------------------------------
+            files[out / f"tables.{kind}"] = "\n\n".join(ways[kind](table) for table in tables) + "\n"
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, text)
+    return list(files)
 
 
 def show(cell: Cell) -> str:
@@ -168,7 +153,7 @@ def signed(value: float | None) -> str | None:
     """
     if value is None or not math.isfinite(value):
         return None
-    value = 0.0 if abs(value) < 1e-12 else value  # what rounding left of nothing
+    value = 0.0 if abs(value) < 1e-12 else value  # avoid -0
     return f"{value:+.{_digits(value)}f}" if abs(value) >= 1e-4 or value == 0 else f"{value:+.2g}"
 
 
@@ -196,7 +181,7 @@ _DIRECTIONS = frozenset("\u200e\u200f\u061c\u202a\u202b\u202c\u202d\u202e\u2066\
 
 
 def plain(text: str) -> str:
-    """Text that cannot steer a terminal: control characters, line separators and changes of direction become �."""
+    """Text without control characters, line separators and changes of direction, which become �."""
     return "".join("�" if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") or c in _DIRECTIONS else c for c in text)
 
 
@@ -211,21 +196,10 @@ def _markdown(text: str) -> str:
     return re.sub(r"([\\`*_|\[\]~])", r"\\\1", text)
 
 
-_LATEX = {c: "\\" + c for c in "&%$#_{}"} | {
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "±": r"$\pm$",
-    "σ": r"$\sigma$",
-    "μ": r"$\mu$",
-    "λ": r"$\lambda$",
-    "′": "'",
-    "–": "--",
-    "∞": r"$\infty$",
-    "−": r"$-$",
-}
+_LATEX = {c: "\\" + c for c in "&%$#_{}"} | {"′": "'", "–": "--"}
+_LATEX |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+_LATEX |= {"<": r"\textless{}", ">": r"\textgreater{}", "±": r"$\pm$", "∞": r"$\infty$", "−": r"$-$"}
+_LATEX |= {"σ": r"$\sigma$", "μ": r"$\mu$", "λ": r"$\lambda$"}
 
 
 def _latex(text: str) -> str:
@@ -240,8 +214,5 @@ def _csv(cell: Cell) -> Cell:
     if not isinstance(cell, str):
         return repr(cell) if isinstance(cell, float) else cell
     text = plain(cell)
-    return (
-        f"'{text}"
-        if text.startswith(("=", "+", "-", "@")) and not re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?", text)
-        else text
-    )
+    formula = text.startswith(("=", "+", "-", "@")) and not re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?", text)
+    return f"'{text}" if formula else text

@@ -1,4 +1,4 @@
-"""The report: figures, tables and one page, from a comparison, from run folders or from anybody's outputs."""
+"""The report: figures, tables and one page, from a comparison, from run folders or from files of model outputs."""
 
 from __future__ import annotations
 
@@ -32,14 +32,21 @@ __all__ = [
 
 
 def write_page(summary: Mapping[str, Any], out: str | os.PathLike[str], title: str) -> Path:
-    """Writes `out`/report.html for a comparison whose runs are in `out`, and returns its path."""
+    """Writes `out`/report.html for a comparison whose runs are in `out`, and returns its path.
+
+    summary, out, title: as in `from_comparison`
+    """
     return page.write(from_comparison(summary, out, title), out)
 
 
 def from_outputs(
     outputs: str | os.PathLike[str], against: str | os.PathLike[str] | None = None, title: str | None = None
 ) -> Document:
-    """The document of a file of outputs (see `gsoftmax.outputs`), or of two on the same test set."""
+    """The document of a file of outputs (see `gsoftmax.outputs`), or of two on the same test set.
+
+    outputs, against: the file, and the file of a second model
+    title: of the report
+    """
     if against is None:
         return from_analysis(analyze(outputs), title=title)
     return from_analysis(*compare_outputs(outputs, against), title=title)
@@ -53,28 +60,24 @@ def write(
     figures: Sequence[str] = (),
     name: str | None = None,
 ) -> list[Path]:
-    """Writes the page into `out`, and the tables (md, tex, csv, txt) and figures (svg, png, pdf) that are asked for.
+    """Writes the page and the requested tables and figures into a folder, and returns their paths.
 
-    name: the class that figures of one class show (the first, if not given).
+    doc, out: the document and the folder
+    tables, figures: formats, of md, tex, csv, txt and of svg, png, pdf
+    name: the class that figures of one class show (the first, if not given)
     """
-    out = Path(out)
     for word, known, asked in (("tables", table_room.FORMATS, tables), ("figures", figure_room.FORMATS, figures)):
-        unknown = sorted(set(asked) - set(known))
-        if unknown:  # before anything is written
+        if unknown := sorted(set(asked) - set(known)):
             raise ValueError(f"{word} must be of {', '.join(known)}, got {unknown[0]!r}")
-    chosen = 0
-    if name is not None:
-        if name not in doc["classes"]:
-            some = ", ".join(doc["classes"][:10])
-            raise ValueError(f"class {name!r} is not among the {len(doc['classes'])} classes: {some} ...")
-        chosen = doc["classes"].index(name)
-    if figures:
-        figure_room.vl_convert()  # fail before anything is written
-    made = of_document(doc)
+    if name is not None and name not in doc["classes"]:
+        some = ", ".join(doc["classes"][:10])
+        raise ValueError(f"class {name!r} is not among the {len(doc['classes'])} classes: {some} ...")
+    out, made = Path(out), of_document(doc)
     paths = [page.write(doc, out)]
     if tables:
         paths += table_room.write(made, out, tables, csv_tables=[summary_by_seed(doc), *made[1:]])
     if figures:
+        chosen = 0 if name is None else doc["classes"].index(name)
         paths += figure_room.write(doc, out / "figures", figures, c=chosen)
     return paths
 
@@ -82,7 +85,11 @@ def write(
 def write_paper_tables(
     runs: str | os.PathLike[str], out: str | os.PathLike[str], formats: Sequence[str]
 ) -> tuple[list[Table], list[Path]]:
-    """The paper's tables beside the runs of `gsoftmax reproduce`, written into `out`."""
+    """The paper's tables beside the runs of `gsoftmax reproduce`, and the files that they were written to.
+
+    runs, out: the folder of the runs, and the folder to write to
+    formats: of md, tex, csv, txt
+    """
     if not Path(runs).is_dir():
         raise ValueError(f"the folder of the runs must be one that `gsoftmax reproduce` wrote, and {runs} is none")
     made = paper_tables(runs)
@@ -90,12 +97,12 @@ def write_paper_tables(
 
 
 def terminal(doc: Document, most: int = 60) -> str:
-    """The verdicts, the notes and the tables for a terminal; of a long table the first rows."""
-    parts = [textwrap.fill(table_room.plain(v), 100, subsequent_indent="  ") for v in doc["verdicts"]]
-    parts += [textwrap.fill(f"note: {table_room.plain(n)}", 100, subsequent_indent="  ") for n in doc["notes"]]
+    """The verdicts, the notes and the tables for a terminal.
+
+    doc, most: the document, and the rows shown of a table
+    """
+    sentences = [*doc["verdicts"], *(f"note: {note}" for note in doc["notes"])]
+    parts = [textwrap.fill(table_room.plain(s), 100, subsequent_indent="  ") for s in sentences]
     for table in of_document(doc):
-        if len(table.rows) > most:
-            note = f"... and {len(table.rows) - most:,} rows more, in the CSV"
-            table = Table(table.title, table.header, table.rows[:most], note)
-        parts += ["", table.text()]
+        parts += ["", table.first(most, f"... and {len(table.rows) - most:,} rows more, in the CSV").text()]
     return "\n".join(parts)

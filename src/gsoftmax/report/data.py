@@ -45,7 +45,8 @@ _MOST_EPOCHS = 200  # of a learning curve
 def from_comparison(summary: Mapping[str, Any], out: str | os.PathLike[str], title: str) -> Document:
     """The document of a comparison.
 
-    summary: as `compare` returns it; out: the folder with the runs HEAD/seed-N; title: of the report
+    summary, out: as `compare` returns it, and its folder with the runs HEAD/seed-N
+    title: of the report
     """
     heads, seeds = summary["heads"], summary["seeds"]
     runs = {(head, seed): Path(out) / folder_name(head) / f"seed-{seed}" for head in heads for seed in seeds}
@@ -55,7 +56,7 @@ def from_comparison(summary: Mapping[str, Any], out: str | os.PathLike[str], tit
 def from_runs(paths: Sequence[str | os.PathLike[str]], title: str | None = None) -> Document:
     """The document of finished runs.  Softmax, or else the first head, is the reference.
 
-    paths: run folders, or the folder of one comparison; title: of the report
+    paths, title: run folders, or the folder of one comparison; and the title of the report
     """
     folders = [Path(p) for p in paths]
     if not folders:
@@ -199,7 +200,8 @@ def from_analysis(
 ) -> Document:
     """The document of one model's outputs, or of two models' on the same images.
 
-    first, second, comparison: as `compare_outputs` returns them, or the first alone; title: of the report
+    first, second, comparison: as `compare_outputs` returns them, or the first alone
+    title: of the report
     """
     both = [first] if second is None else [first, second]
     heads = [a.name for a in both]
@@ -270,7 +272,6 @@ def _blank(title: str, kind: str, heads: Sequence[str], seeds: Sequence[int], mu
         **{"title": title, "kind": kind, "multilabel": multilabel, "heads": list(heads), "seeds": list(seeds)},
         "splits": ["test"],
         "measures": [*geometry.MEASURES, "AP" if multilabel else "accuracy"],
-        "smaller_is_better": [m.key for m in measures.MEASURES.values() if m.smaller_is_better],
         "over_images": None,
         "correlations": None,
     }

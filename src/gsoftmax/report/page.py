@@ -53,6 +53,7 @@ def render(doc: Document) -> str:
     """The page as text."""
     small = trim(doc)
     paint = colours(doc["heads"])
+    few = f"The first {_MOST_TABLE_ROWS} of {{:,}} rows; tables written beside the page have all."
     rest = [*tables.over_classes(small), tables.correlations(small), tables.classes(small)]
     return _fill(
         "report.html",
@@ -63,7 +64,7 @@ def render(doc: Document) -> str:
         tables={
             "summary": means(small),
             "differences": [*differences(small), *filter(None, [tables.over_images(small)])],
-            "rest": [_shorter(table) for table in rest if table is not None and table.rows],
+            "rest": [t.first(_MOST_TABLE_ROWS, few.format(len(t.rows))) for t in rest if t is not None and t.rows],
         },
         name_of=lambda key: measures.find(key).title,
         curve_title=curve_title,
@@ -77,7 +78,6 @@ def render(doc: Document) -> str:
             "shown": specs.SHOWN,
             "playground": specs.playground(),
         },
-        report_js=_file("report.js"),
     )
 
 
@@ -97,20 +97,18 @@ def trim(doc: Document) -> Document:
         small["classes"] = [doc["classes"][c] for c in keep]
         small["geometry"] = rows = [_some_classes(row, keep) for row in rows]
         small["points"] = [_some_points(run, place) for run in doc["points"]]
-        if doc["correlations"]:
-            small["correlations"] = None
+        small["correlations"] = None
         small["notes"].append(
             f"this page shows the {_MOST_CLASSES:,} classes with the most images of {len(doc['classes']):,}; tables "
             "written beside it have all"
         )
     seeds, each = list(doc["seeds"]), max(1, len(small["classes"]) * len(doc["heads"]) * len(doc["splits"]))
-    if len(seeds) * each > _MOST_ROWS and len(seeds) > 1:
-        kept = seeds[: max(1, _MOST_ROWS // each)]
+    kept = seeds[: max(1, _MOST_ROWS // each)]
+    if len(kept) < len(seeds):
         for key in ("geometry", "points"):
             small[key] = [row for row in small[key] if row["seed"] in kept]
-        if len(kept) < len(seeds):
-            told = ", ".join(map(str, kept))
-            small["notes"].append(f"the figures by class show seeds {told} of {len(seeds)}; tables and tests use all")
+        told = ", ".join(map(str, kept))
+        small["notes"].append(f"the figures by class show seeds {told} of {len(seeds)}; tables and tests use all")
     return small
 
 
@@ -132,13 +130,6 @@ def _some_points(run: Mapping[str, Any], place: Mapping[int, int]) -> dict[str, 
     return {**run, **new}
 
 
-def _shorter(table: Table) -> Table:
-    if len(table.rows) <= _MOST_TABLE_ROWS:
-        return table
-    note = f"The first {_MOST_TABLE_ROWS} of {len(table.rows):,} rows; tables written beside the page have all."
-    return Table(table.title, table.header, table.rows[:_MOST_TABLE_ROWS], note)
-
-
 def _sure(table: Table, row: int) -> bool:
     """Whether a row of differences is significant after correction."""
     if table.header[1:] != PAIRED:
@@ -155,19 +146,15 @@ def _fill(template: str, **values: Any) -> str:
         raise ValueError("a page needs Jinja2, which is not installed: pip install 'gsoftmax[report]'") from None
     loader = jinja2.FunctionLoader(_file)
     env = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
-    for key in ("data_json", "specs_json"):
-        if key in values:
-            values[key] = Markup(script_json(values[key]))  # noqa: S704 - escaped for a script element
-    if "report_js" in values:
-        values["report_js"] = Markup(values["report_js"])  # noqa: S704 - our own file
-    ours = {"css": "style.css", "common_js": "common.js", "playground_js": "playground.js"}
-    values |= {key: Markup(_file(name)) for key, name in ours.items()}  # noqa: S704 - our own files
-    values["vega"] = Markup(vega())  # noqa: S704 - the library's own script
+    ours = {"css": "style.css", "common_js": "common.js", "playground_js": "playground.js", "report_js": "report.js"}
+    trusted = {key: _file(name) for key, name in ours.items()} | {"vega": vega()}
+    trusted |= {key: script_json(value) for key, value in values.items() if key.endswith("_json")}
+    values |= {key: Markup(text) for key, text in trusted.items()}  # noqa: S704 - ours, or escaped for a script element
     return env.get_template(template).render(sliders=SLIDERS, **values)
 
 
 def script_json(value: Any) -> str:
-    """JSON that stays inside a script element whatever the strings in it say.
+    """JSON escaped for a script element.
 
     >>> script_json({"name": "</script><img src=x>"})
     '{"name":"\\\\u003c/script\\\\u003e\\\\u003cimg src=x\\\\u003e"}'

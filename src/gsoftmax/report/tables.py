@@ -17,10 +17,6 @@ from ..runs import read_result
 from ..summary import PAIRED, differences, means, paired_cells
 from ..tables import Cell, Shown, Table, p_value
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The tables of a document (see data.py)
-# ---------------------------------------------------------------------------------------------------------------------
-
 
 def of_document(doc: Mapping[str, Any]) -> list[Table]:
     """All tables of a report, those without rows left out."""
@@ -29,7 +25,7 @@ def of_document(doc: Mapping[str, Any]) -> list[Table]:
 
 
 def summary_by_seed(doc: Mapping[str, Any]) -> Table:
-    """The same as one line a metric, head and seed, for programs."""
+    """One row per metric, head and seed, for programs."""
     rows = tuple(
         (metric, head, seed, value)
         for metric, values in doc["metrics"].items()
@@ -91,39 +87,28 @@ def correlations(doc: Mapping[str, Any]) -> Table | None:
 def classes(doc: Mapping[str, Any]) -> Table:
     """Every class: the measures of every head, averaged over seeds, for every split."""
     shown = doc["measures"]
-    header = [
-        "class",
-        *(["split"] if len(doc["splits"]) > 1 else []),
-        "head",
-        "images",
-        *(measures.find(m).title for m in shown),
-    ]
+    several = len(doc["splits"]) > 1
+    header = ("class", *(["split"] if several else []), "head", "images", *(measures.find(m).title for m in shown))
+    groups: dict[tuple[str, str], list[Any]] = {(s, h): [] for s in doc["splits"] for h in doc["heads"]}
+    for g in doc["geometry"]:
+        groups[g["split"], g["head"]].append(g)
     rows: list[tuple[Cell, ...]] = []
     for c, name in enumerate(doc["classes"]):
-        for split in doc["splits"]:
-            for head in doc["heads"]:
-                runs = [g for g in doc["geometry"] if g["head"] == head and g["split"] == split]
-                if not runs:
-                    continue
-                values = [mean_over([g.get(m, [])[c : c + 1] for g in runs]) for m in shown]
-                images = runs[0]["count"][c]
-                rows.append((name, *([split] if len(doc["splits"]) > 1 else []), head, images, *values))
-    return Table("Every class", tuple(header), tuple(rows))
+        for (split, head), runs in groups.items():
+            if runs:
+                values = [_mean([g[m][c] for g in runs if g.get(m)]) for m in shown]
+                rows.append((name, *([split] if several else []), head, runs[0]["count"][c], *values))
+    return Table("Every class", header, tuple(rows))
 
 
-def mean_over(parts: Sequence[Sequence[float | None]]) -> float | None:
-    """The mean of the numbers among one-element lists; None of nothing."""
-    values = [part[0] for part in parts if part and part[0] is not None]
-    return float(np.mean(values)) if values else None
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return float(np.mean(known)) if known else None
 
 
 def _p(p: float | None) -> Cell:
     return None if p is None or math.isnan(p) else Shown(p_value(p), p)
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The paper's tables beside ours
-# ---------------------------------------------------------------------------------------------------------------------
 
 # Tables 5 and 6 of the paper.  p of the paired t-test over the classes' average precisions, softmax against G-softmax
 # with the initial (mu, sigma) of the row; and (r, p) of the correlation of each measure with average precision.
@@ -152,8 +137,9 @@ _TITLES = {
 
 
 def paper_tables(runs: str | os.PathLike[str]) -> list[Table]:
-    """The paper's tables, the published numbers beside those of the run folders `runs`/ROW (`gsoftmax reproduce` makes
-    them); – where there is no run.
+    """The paper's tables, the published numbers beside ours; – where there is no run.
+
+    runs: the folder of the run folders ROW that `gsoftmax reproduce` makes
 
     >>> [table.title[:7] for table in paper_tables("nowhere")]
     ['Table 1', 'Table 2', 'Table 3', 'Table 4', 'Table 5', 'Table 6']
