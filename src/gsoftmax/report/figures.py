@@ -129,6 +129,7 @@ def sheet(spec: Spec, title: str | None = None, heads: Sequence[str] = ()) -> Sp
         legend=legend,
         title=header,
         axisXDiscrete={"labelAngle": -35},
+        axisYDiscrete={"labelLimit": 200},
         padding=8,
     )
     heading = {"title": {"text": title, "anchor": "start", "fontSize": 14, "offset": 10}} if title else {}

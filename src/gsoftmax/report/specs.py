@@ -162,7 +162,7 @@ def learned(panel: str = "head", chosen: str = "cls") -> Spec:
     shapes = {"domain": list(kinds), "range": list(kinds.values())}
     x, y = _q("mean", scale={"zero": False}, axis=_FEW), _q("sigma", "σ", scale={"zero": False})
     colour = {**_COLOUR, "legend": None}
-    line = {"x": {**x, "sort": None}, "y": y, "color": colour, "detail": [{"field": "c"}, {"field": "seed"}]}
+    line = {"x": x, "y": y, "color": colour, "order": {"field": "step"}, "detail": [{"field": "c"}, {"field": "seed"}]}
     points = {
         "x": x,
         "y": y,
@@ -181,6 +181,7 @@ def learned(panel: str = "head", chosen: str = "cls") -> Spec:
             {"fold": list(kinds), "as": ["kind", "pair"]},
             _PAIR,
             _calc(mean="datum.pair[0]", sigma="datum.pair[1]", name="doc.classes[datum.c]"),
+            _calc(step=f"indexof({list(kinds)}, datum.kind)"),
         ),
         _layer({"type": "line", "strokeWidth": 1, "opacity": 0.35}, line),
         _layer({"type": "point", "filled": True, "opacity": 0.85}, points),
