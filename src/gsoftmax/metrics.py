@@ -1,9 +1,8 @@
 """Metrics: top-1 error, average precision, the multi-label numbers of the paper's tables, and calibration.
 
-Plain functions on tensors or arrays. Fractions in [0, 1], not percent. Scores are ranked as they are: nothing is passed
-through a sigmoid on the way (which would saturate and make ties of what the model had told apart).
-
-A class without positives has no average precision: it is nan, and the averages over classes pass over it.
+Plain functions on tensors or arrays. Fractions in [0, 1], not percent. Scores are ranked as they are: no sigmoid is
+applied, which would saturate and create ties. A class without positives has no average precision: it is nan, and
+averages over classes skip it.
 """
 
 from __future__ import annotations
@@ -35,20 +34,16 @@ STYLES = ("exact", "voc12")
 
 P_MIN = float(np.finfo(np.float64).eps)  # probabilities below count as this in the NLL, as in scikit-learn's log_loss
 
-_COLUMNS = 8  # classes worked on together: a cache line's worth of float32 in a row of the scores
-_SMALL = 2**18  # scores below which threads cost more than they bring
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Single label
-# ---------------------------------------------------------------------------------------------------------------------
+_COLUMNS = 8  # classes processed together: a cache line of float32 in a row of the scores
+_SMALL = 2**18  # scores below which threads cost more than they save
 
 
 def top1_error(scores: ArrayLike, target: ArrayLike, *, ignore_index: int = -100) -> float:
     """Fraction of images whose highest score isn't at the true class (the first of equal scores counts as highest).
 
-    scores: (N, C) or (N, C, d1, ...), any monotone score (x, z or p); target: (N,) or (N, d1, ...) class indices.
-    Entries of target equal to `ignore_index` are left out; with none left the result is nan.
+    scores: (N, C) or (N, C, d1, ...), any monotone score (x, z or p)
+    target: (N,) or (N, d1, ...) class indices
+    ignore_index: entries of target equal to it are left out; with none left the result is nan
 
     >>> top1_error([[0.1, 0.9], [0.8, 0.2]], [1, 1])
     0.5
@@ -58,9 +53,11 @@ def top1_error(scores: ArrayLike, target: ArrayLike, *, ignore_index: int = -100
 
 
 def negative_log_likelihood(p: ArrayLike, target: ArrayLike, *, ignore_index: int = -100) -> float:
-    """Mean of -log p of the true class; p: (N, C) or (N, C, d1, ...) probabilities, target: (N,) or (N, d1, ...).
+    """Mean of -log p of the true class.
 
-    A probability below 2.2e-16 counts as 2.2e-16, so that one certain mistake costs 36 and not infinity.
+    p: (N, C) or (N, C, d1, ...) probabilities; those below 2.2e-16 count as 2.2e-16, so that a wrong prediction with
+    p = 1 costs 36, not infinity
+    target, ignore_index: as in `top1_error`
 
     >>> round(negative_log_likelihood([[0.5, 0.5], [0.25, 0.75]], [0, 1]), 4)
     0.4904
@@ -73,12 +70,12 @@ def negative_log_likelihood(p: ArrayLike, target: ArrayLike, *, ignore_index: in
 
 
 def expected_calibration_error(p: ArrayLike, target: ArrayLike, bins: int = 15, *, ignore_index: int = -100) -> float:
-    """Expected calibration error of the top label: images are put into `bins` equal bins by their highest probability,
+    """Expected calibration error of the top label,
 
         ECE = sum over bins of (images in the bin / N) * |accuracy in the bin - mean confidence in the bin|.
 
-    Bin k holds confidences in (k/bins, (k+1)/bins]. p: (N, C) probabilities, target: (N,) class indices; further
-    dimensions as in `top1_error`.
+    p, target, ignore_index: as in `negative_log_likelihood`
+    bins: number of equal bins; bin k holds highest probabilities in (k/bins, (k+1)/bins]
 
     >>> round(expected_calibration_error([[0.9, 0.1], [0.8, 0.2]], [0, 1], bins=2), 4)
     0.35
@@ -89,20 +86,14 @@ def expected_calibration_error(p: ArrayLike, target: ArrayLike, bins: int = 15, 
     return float(calibration_error(reliability(p.max(1)[:, None], right[:, None], bins))[0])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Multi-label
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def average_precision(scores: ArrayLike, target: ArrayLike, *, style: str = "exact") -> Any:
-    """Average precision of every class: (N, L) scores and 0/1 targets to (L,) float64, nan where nothing is positive.
+    """Average precision of every class, (L,) float64, nan where nothing is positive.
 
-    With the images ranked by score, equal scores being one step of the ranking, and P(k) the precision among all images
-    scored at least as high as the k-th positive:
-
-    * `exact`: the mean of P(k) over the positives, the paper's AP and scikit-learn's `average_precision_score`;
-    * `voc12`: the area under the precision envelope as in PASCAL VOC 2012, the mean over k of the highest precision at
-      that recall or a higher one. It is never below `exact`.
+    scores, target: (N, L) numbers, and 0 or 1
+    style: with P(k) the precision among all images scored at least as high as the k-th positive,
+        `exact`: the mean of P(k) over the positives, the paper's AP and scikit-learn's `average_precision_score`;
+        `voc12`: the area under the precision envelope as in PASCAL VOC 2012, the mean over k of the highest precision
+        at that recall or a higher one
 
     >>> average_precision([[0.9], [0.8], [0.7], [0.6]], [[1], [0], [1], [1]])
     array([0.80555556])
@@ -118,6 +109,8 @@ def average_precision(scores: ArrayLike, target: ArrayLike, *, style: str = "exa
 def mean_average_precision(scores: ArrayLike, target: ArrayLike, *, style: str = "exact") -> float:
     """mAP: the mean of `average_precision` over the classes that have positives; nan if none has.
 
+    Arguments as in `average_precision`.
+
     >>> mean_average_precision([[0.9, 0.1], [0.8, 0.2]], [[1, 0], [0, 0]])
     1.0
     """
@@ -128,40 +121,32 @@ def mean_average_precision(scores: ArrayLike, target: ArrayLike, *, style: str =
 class MultilabelReport:
     """The multi-label numbers of the paper's tables, as fractions, and the per-class numbers behind them.
 
-    With c, p and g the images correctly predicted, predicted and truly positive for a class (true positives, predicted
-    positives, positives):
-
-    * C_P, C_R: means over classes of c/p and c/g. O_P, O_R: sum c / sum p and sum c / sum g; O_F1 their harmonic mean.
-    * C_F1_harmonic: the harmonic mean of C_P and C_R, as the paper's text defines C-F1. C_F1_mean: the mean over
-      classes of each class's F1, which is what the paper's tables hold.
-    * mAP, mAP_voc12: means of `average_precision` in its two styles.
-
-    A class that is never predicted has precision 0. A class without positives has no recall, F1 and AP: these are nan,
-    and all averages over classes (C_P too, so that they speak of the same classes) pass over it; its false positives
-    count in O_P. `classes_without_positives` and `classes_without_predictions` say how many there were.
+    With c, p and g the true positives, predicted positives and positives of a class. A class that is never predicted
+    has precision 0. A class without positives has no recall, F1 and AP: these are nan, and all averages over classes
+    skip it (C_P too, so that all averages cover the same classes); its false positives count in O_P.
     """
 
-    mAP: float
-    mAP_voc12: float
-    C_P: float
-    C_R: float
-    C_F1_harmonic: float
-    C_F1_mean: float
-    O_P: float
-    O_R: float
-    O_F1: float
-    classes_without_positives: int
-    classes_without_predictions: int
-    threshold: float
+    mAP: float  # mean of `ap`
+    mAP_voc12: float  # mean of `ap_voc12`
+    C_P: float  # mean over classes of c/p
+    C_R: float  # mean over classes of c/g
+    C_F1_harmonic: float  # harmonic mean of C_P and C_R, as the paper's text defines C-F1
+    C_F1_mean: float  # mean over classes of their F1, which is what the paper's tables contain
+    O_P: float  # sum c / sum p
+    O_R: float  # sum c / sum g
+    O_F1: float  # harmonic mean of O_P and O_R
+    classes_without_positives: int  # how many
+    classes_without_predictions: int  # how many
+    threshold: float  # a label with at least this score is predicted
     n: int  # images
-    ap: np.ndarray  # (L,) float64, this and the rest
-    ap_voc12: np.ndarray
-    precision: np.ndarray
-    recall: np.ndarray
-    f1: np.ndarray
-    positives: np.ndarray  # (L,) int64
-    predicted: np.ndarray  # (L,) int64
-    correct: np.ndarray  # (L,) int64
+    ap: np.ndarray  # (L,) float64, `average_precision` of each class
+    ap_voc12: np.ndarray  # (L,) the same in the style voc12
+    precision: np.ndarray  # (L,) c/p
+    recall: np.ndarray  # (L,) c/g
+    f1: np.ndarray  # (L,) 2c/(p + g)
+    positives: np.ndarray  # (L,) int64, g
+    predicted: np.ndarray  # (L,) int64, p
+    correct: np.ndarray  # (L,) int64, c
 
     def summary(self) -> dict[str, float]:
         """The numbers without the per-class arrays, by name."""
@@ -170,9 +155,10 @@ class MultilabelReport:
 
 
 def multilabel_report(scores: ArrayLike, target: ArrayLike, threshold: float = 0.5) -> MultilabelReport:
-    """mAP, C-P, C-R, C-F1, O-P, O-R and O-F1 of (N, L) scores (such as p+) and 0/1 targets; see `MultilabelReport`.
+    """mAP, C-P, C-R, C-F1, O-P, O-R and O-F1; see `MultilabelReport`.
 
-    A label is predicted where its score is at least `threshold`.
+    scores, target: (N, L) numbers such as p+, and 0 or 1
+    threshold: a label with at least this score is predicted
 
     >>> report = multilabel_report([[0.9, 0.2], [0.6, 0.7], [0.1, 0.8]], [[1, 0], [0, 1], [0, 1]])
     >>> report.mAP, report.C_P, report.C_R, round(report.C_F1_harmonic, 4), round(report.C_F1_mean, 4)
@@ -228,9 +214,9 @@ def _report(threshold: float, n: int, *of_classes: np.ndarray) -> MultilabelRepo
 
 
 def multilabel_negative_log_likelihood(p: ArrayLike, target: ArrayLike) -> Any:
-    """Mean of -log p (label present) or -log(1 - p) (absent) of each label: (N, L), (N, L) 0/1 to (L,) float64.
+    """Mean of -log p (label present) or -log(1 - p) (absent) of each label, (L,) float64.
 
-    Probabilities are clamped as in `negative_log_likelihood`.
+    p, target: (N, L) probabilities, clamped as in `negative_log_likelihood`, and 0 or 1
 
     >>> multilabel_negative_log_likelihood([[0.5, 0.25], [0.5, 0.25]], [[1, 0], [0, 0]]).round(4)
     array([0.6931, 0.2877])
@@ -242,11 +228,12 @@ def multilabel_negative_log_likelihood(p: ArrayLike, target: ArrayLike) -> Any:
 
 
 def multilabel_expected_calibration_error(p: ArrayLike, target: ArrayLike, bins: int = 15) -> Any:
-    """Expected calibration error of each label as a binary problem: images are put into `bins` equal bins by p+,
+    """Expected calibration error of each label as a binary problem, (L,) float64: in bins of p+,
 
         ECE = sum over bins of (images in the bin / N) * |fraction that has the label - mean p+ in the bin|.
 
-    (N, L), (N, L) 0/1 to (L,) float64; bins as in `expected_calibration_error`.
+    p, target: (N, L) probabilities, and 0 or 1
+    bins: as in `expected_calibration_error`
 
     >>> multilabel_expected_calibration_error([[0.9], [0.8], [0.1]], [[1], [0], [0]], bins=2).round(4)
     array([0.2667])
@@ -256,17 +243,12 @@ def multilabel_expected_calibration_error(p: ArrayLike, target: ArrayLike, bins:
     return _like(calibration_error(reliability(q, t, bins)), p)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# How
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def _average_precisions(scores: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Both styles for every column of (N, L)."""
     classes = scores.shape[1]
     blocks = [slice(start, start + _COLUMNS) for start in range(0, classes, _COLUMNS)]
     workers = min(torch.get_num_threads(), len(blocks)) if scores.size >= _SMALL else 1
-    if workers > 1:  # sorting, most of the work, leaves Python's lock alone
+    if workers > 1:  # sorting, most of the work, releases the GIL
         with ThreadPoolExecutor(workers) as pool:
             parts = list(pool.map(lambda block: _block(scores[:, block], target[:, block]), blocks))
     else:
@@ -276,9 +258,9 @@ def _average_precisions(scores: np.ndarray, target: np.ndarray) -> tuple[np.ndar
 
 
 def _block(scores: np.ndarray, target: np.ndarray) -> np.ndarray:
-    # A threshold between positives changes no recall, so only the positives' own scores matter, and there only how
-    # many positives and how many negatives score at least as high. Sorting the two by value answers that: no ranking
-    # of images (argsort) is needed, and equal scores fall into one step by themselves.
+    # Recall changes only at the scores of positives, so all that matters is how many positives and how many negatives
+    # score at least as high as each. Sorting both by value gives these counts without an argsort, and treats equal
+    # scores as one step.
     out = np.full((2, scores.shape[1]), np.nan)
     for i, (s, t) in enumerate(zip(np.ascontiguousarray(scores.T), np.ascontiguousarray(target.T), strict=True)):
         positive = np.sort(s[t])
@@ -321,7 +303,7 @@ def _numpy(value: ArrayLike, name: str) -> np.ndarray:
 
 
 def _like(result: np.ndarray, example: ArrayLike) -> Any:
-    """A tensor where a tensor came in (on its device), else the array."""
+    """A tensor on the device of `example` if that is a tensor, else the array."""
     return torch.from_numpy(result).to(example.device) if isinstance(example, Tensor) else result
 
 
@@ -335,7 +317,7 @@ def _scores(value: ArrayLike, name: str) -> np.ndarray:
 
 
 def _single(scores: ArrayLike, target: ArrayLike, ignore_index: int, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """(N, C) scores and (N,) targets, ignored entries taken out, checked."""
+    """(N, C) scores and (N,) targets, without ignored entries, checked."""
     t = _numpy(target, "target")
     s = _numpy(scores, name)
     if s.ndim < 2 or s.shape[1] == 0:
@@ -375,7 +357,7 @@ def check_probabilities(p: np.ndarray, *, rows: bool) -> None:
     if not p.size:
         return
     low, high = p.min(), p.max()
-    # float32 and bfloat16 softmaxes may round a hair above 1; logits are far outside
+    # float32 and bfloat16 softmaxes may round slightly above 1; logits are far outside
     if low < 0 or high > 1 + 1e-6:
         raise ValueError(f"p must hold probabilities in [0, 1], got {low if low < 0 else high}")
     if rows:
