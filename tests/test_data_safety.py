@@ -1,4 +1,4 @@
-"""Files written to do harm: each is refused by name, and nothing they ask for happens."""
+"""Malicious files are rejected with an error that names them, and have no effect.  test_fuzz.py mutates good ones."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pickle
 import shlex
 import struct
 import tarfile
+import tracemalloc
 import zipfile
 from pathlib import Path
 
@@ -58,24 +59,13 @@ def test_a_pickle_that_would_run_a_command(protocol, tmp_path):
     assert not proof.exists()
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        (eval, "1"),
-        (exec, "1"),
-        (getattr, (), "count"),
-        (print, "x"),
-        (open, "x"),
-        (bytearray, 5),
-        (np.zeros, 3),
-        (__import__, "os"),
-    ],
-    ids=lambda pair: pair[0].__name__,
-)
-def test_every_other_callable_is_refused(function):
-    evil = pickle.dumps(_Runs(*function), protocol=2)
+CALLS = [(eval, "1"), (exec, "1"), (getattr, (), "count"), (print, "x"), (open, "x"), (bytearray, 5), (np.zeros, 3)]
+
+
+@pytest.mark.parametrize("call", [*CALLS, (__import__, "os")], ids=lambda call: call[0].__name__)
+def test_every_other_callable_is_rejected(call):
     with pytest.raises(data.DataError, match="is rejected"):
-        cifar.safe_unpickle(evil)
+        cifar.safe_unpickle(pickle.dumps(_Runs(*call), protocol=2))
 
 
 @pytest.mark.parametrize(
@@ -121,8 +111,6 @@ def test_a_pickle_cannot_change_the_stand_ins():
     ],
 )
 def test_declared_lengths_are_not_believed(evil):
-    import tracemalloc
-
     tracemalloc.start()
     with pytest.raises(data.DataError):
         cifar.safe_unpickle(evil)
@@ -148,31 +136,13 @@ def test_an_array_larger_than_its_bytes(tmp_path):
         data.load("cifar10", tmp_path)
 
 
-@settings(deadline=None, max_examples=150)
-@given(st.binary(max_size=80))
-def test_random_bytes_never_get_through(noise):
-    try:
-        cifar.safe_unpickle(noise)
-    except data.DataError as error:
-        assert "\n" not in str(error)
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.integers(0, 10**6), st.integers(0, 255))
-def test_a_flipped_byte_is_an_error_or_data(position, value):
-    original = smoke.python2_pickle({b"data": np.zeros((1, 3072), np.uint8), b"labels": [0]})
-    broken = bytearray(original)
-    broken[position % 120] = value
-    try:
-        cifar._rows(cifar.safe_unpickle(bytes(broken)), "labels", 10, Path("batch"))
-    except data.DataError as error:
-        assert "\n" not in str(error)
-
-
 # tar archives
 
 
 def _tar(root: Path, members: list[tuple[tarfile.TarInfo, bytes]]) -> Path:
+    """An archive, marked as generated so that only its content is checked."""
+    root.mkdir(exist_ok=True)
+    (root / "SMOKE").touch()
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
         for member, content in members:
@@ -191,8 +161,6 @@ def _good_members(tmp_path: Path) -> list[tuple[tarfile.TarInfo, bytes]]:
 
 def test_a_tar_that_points_outside_writes_nothing(tmp_path):
     root = tmp_path / "root"
-    root.mkdir()
-    (root / "SMOKE").touch()
     outside = [tarfile.TarInfo("../escaped"), tarfile.TarInfo(str(tmp_path / "absolute"))]
     outside += [tarfile.TarInfo(f"{FOLDER}/../../escaped2")]
     _tar(root, [*((m, b"x") for m in outside), *_good_members(tmp_path)])
@@ -204,8 +172,6 @@ def test_a_tar_that_points_outside_writes_nothing(tmp_path):
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE])
 def test_links_and_devices_in_a_tar_are_no_files(kind, tmp_path):
     root = tmp_path / "root"
-    root.mkdir()
-    (root / "SMOKE").touch()
     members = [(m, c) for m, c in _good_members(tmp_path) if not m.name.endswith("data_batch_2")]
     link = tarfile.TarInfo(f"{FOLDER}/data_batch_2")
     link.type, link.linkname = kind, "/etc/passwd"
@@ -222,19 +188,17 @@ def test_a_tar_is_checked_before_it_is_opened(tmp_path, monkeypatch):
         data.load("cifar10", tmp_path)
 
 
-def test_an_archive_that_unpacks_without_end(tmp_path, monkeypatch):
-    (tmp_path / "SMOKE").touch()
-    monkeypatch.setattr(cifar, "_MAX_ARCHIVE", 2**20)
-    _tar(tmp_path, [(tarfile.TarInfo("zeros"), bytes(2**21))])
-    with pytest.raises(data.DataError, match="unpacks to more than 1,048,576 bytes"):
-        data.load("cifar10", tmp_path)
-
-
-def test_a_member_that_is_too_large(tmp_path, monkeypatch):
-    (tmp_path / "SMOKE").touch()
-    monkeypatch.setattr(cifar, "_MAX_MEMBER", 1000)
-    _tar(tmp_path, [(tarfile.TarInfo(f"{FOLDER}/test_batch"), bytes(2000))])
-    with pytest.raises(data.DataError, match="member cifar-10-batches-py/test_batch declares 2,000 bytes, limit 1,000"):
+@pytest.mark.parametrize(
+    ("limit", "value", "member", "size", "message"),
+    [
+        ("_MAX_ARCHIVE", 2**20, "zeros", 2**21, "unpacks to more than 1,048,576 bytes"),
+        ("_MAX_MEMBER", 1000, f"{FOLDER}/test_batch", 2000, "member .*/test_batch declares 2,000 bytes, limit 1,000"),
+    ],
+)
+def test_an_archive_that_is_too_large(limit, value, member, size, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(cifar, limit, value)
+    _tar(tmp_path, [(tarfile.TarInfo(member), bytes(size))])
+    with pytest.raises(data.DataError, match=message):
         data.load("cifar10", tmp_path)
 
 
@@ -286,32 +250,18 @@ def test_npz_that_is_none(content, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_npz_truncated_or_with_strange_members(tmp_path):
-    np.savez_compressed(tmp_path / "x.npz", x_train=np.arange(10000.0).reshape(-1, 2), y_train=np.arange(5000) % 2)
-    whole = (tmp_path / "x.npz").read_bytes()
-    broken = bytearray(whole)
-    broken[200:260] = bytes(60)
-    (tmp_path / "x.npz").write_bytes(broken)
-    with pytest.raises(data.DataError, match="is damaged"):
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("../x.txt", b"hello", "holds '../x.txt', which is not an array"),
+        ("x_train.npy", b"\x93NUMPY\x01\x00\x10\x00__import__('os')", "is damaged"),
+    ],
+)
+def test_npz_with_strange_members(name, content, message, tmp_path):
+    with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
+        archive.writestr(name, content)
+    with pytest.raises(data.DataError, match=message):
         data.load(f"npz:{tmp_path / 'x.npz'}")
-    with zipfile.ZipFile(tmp_path / "y.npz", "w") as archive:
-        archive.writestr("../x.txt", "hello")
-    with pytest.raises(data.DataError, match="holds '../x.txt', which is not an array"):
-        data.load(f"npz:{tmp_path / 'y.npz'}")
-    with zipfile.ZipFile(tmp_path / "z.npz", "w") as archive:
-        archive.writestr("x_train.npy", b"\x93NUMPY\x01\x00\x10\x00__import__('os')")
-    with pytest.raises(data.DataError, match="is damaged"):
-        data.load(f"npz:{tmp_path / 'z.npz'}")
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.binary(max_size=200))
-def test_npz_fuzz(tmp_path_factory, noise):
-    file = tmp_path_factory.mktemp("npz") / "x.npz"
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("x_train.npy", b"\x93NUMPY\x01\x00" + noise)
-    with pytest.raises(data.DataError):
-        tables.read_npz(file)
 
 
 # ARFF
@@ -328,15 +278,6 @@ def test_arff_fuzz_rows(tmp_path_factory, noise):
         assert table.data.shape[1] == 2 and np.isfinite(table.data).all()
     except data.DataError as error:
         assert str(error).startswith(f"{file} line ")
-
-
-@settings(deadline=None, max_examples=100)
-@given(st.binary(max_size=120))
-def test_arff_fuzz_files(tmp_path_factory, noise):
-    file = tmp_path_factory.mktemp("arff") / "x.arff"
-    file.write_bytes(b"@attribute " + noise)
-    with pytest.raises(data.DataError):
-        data.load(f"arff:{file}?test=0.5&labels=1")
 
 
 def test_arff_limits(tmp_path, monkeypatch):

@@ -26,18 +26,7 @@ from .batches import Delivery, eval_batches, num_batches, train_batches
 from .bundled import load_digits
 from .cifar import load_cifar
 from .coco import load_coco
-from .core import (
-    IMAGENET_MEAN,
-    IMAGENET_STD,
-    DataError,
-    Dataset,
-    Request,
-    Split,
-    Subset,
-    check_range,
-    data_root,
-    statistics,
-)
+from .core import IMAGENET, DataError, Dataset, Request, Split, Subset, check_range, data_root, statistics
 from .folders import load_folder, load_tiny_imagenet
 from .images import resize
 from .mosaic import make_mosaic
@@ -127,6 +116,7 @@ def load(
     for part, split in (("train", data.train), ("val", data.val), ("test", data.test)):
         if split is not None and not len(split):
             raise DataError(f"{source} has no rows in the {part} split")
+    data = replace(data, source=next(info.source for info in DATASETS if info.name.split(":")[0] == family))
     data = wanted.of(_with_validation(data, val_fraction, split_seed), split_seed)
     if mosaic:  # after the splits, so that no image is in the mosaics of two of them
         data = make_mosaic(data, grid=tiling.pop("grid", (2, 2)), seed=tiling.pop("seed", 0), counts=tiling)
@@ -136,7 +126,7 @@ def load(
 def match_inputs(other: Dataset, like: Dataset) -> Dataset:
     """`other` with the input size, channels and normalization of `like`.
 
-    other, like: both images or both tables; gray images become colour, colour ones cannot become gray
+    other, like: both images or both tables; gray images become color images, but not the reverse
 
     >>> match_inputs(load("digits"), load("digits-mosaic")).input_shape
     (1, 16, 16)
@@ -253,8 +243,7 @@ def _finish(data: Dataset, image_size: int | None) -> Dataset:
     x = data.train.x
     if not isinstance(x, Tensor):  # too many pixels to go through; and pretrained networks expect these statistics
         side = image_size or 224
-        mean, std = torch.tensor(IMAGENET_MEAN), torch.tensor(IMAGENET_STD)
-        return replace(data, mean=mean, std=std, input_shape=(3, side, side))
+        return replace(data, **IMAGENET, input_shape=(3, side, side))
     if x.ndim == 2 and image_size is not None:
         raise ValueError(f"image_size is for images, and {data.name} is a table")
     shape = tuple(x.shape[1:]) if image_size is None else (x.shape[1], image_size, image_size)

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..catalog import DIGITS
 from .core import DataError, Dataset, Request, Split
 from .seeded import take
 
@@ -23,7 +22,7 @@ def load_digits(request: Request) -> Dataset:
     y = torch.from_numpy(labels.astype(np.int64))
     test, train = take(y, 500 / len(y), seed=1797)
     every, names = Split(x, y), tuple(map(str, range(10)))
-    return Dataset("digits", "images", names, False, every.select(train), every.select(test), source=DIGITS.source)
+    return Dataset("digits", "images", names, False, every.select(train), every.select(test))
 
 
 def _digits() -> tuple[np.ndarray, np.ndarray]:

@@ -94,16 +94,9 @@ def load_cifar(request: Request) -> Dataset:
     *batches, meta = layout.files
     classes = _names(contents[meta], layout.names, where / meta)
     xs, ys = zip(*(_rows(contents[f], layout.labels, len(classes), where / f) for f in batches), strict=True)
-    return Dataset(
-        name + " (smoke)" * smoke,
-        "images",
-        classes,
-        multilabel=False,
-        train=Split(torch.cat(xs[:-1]), torch.cat(ys[:-1])),
-        test=Split(xs[-1], ys[-1]),
-        augment=PRESETS["crop-flip"],
-        source=layout.info.source,
-    )
+    train, test = Split(torch.cat(xs[:-1]), torch.cat(ys[:-1])), Split(xs[-1], ys[-1])
+    name += " (smoke)" * smoke
+    return Dataset(name, "images", classes, False, train, test, augment=PRESETS["crop-flip"])
 
 
 def _read_archive(path: Path, layout: _Layout, published: bool) -> dict[str, bytes]:

@@ -40,16 +40,9 @@ def load_coco(request: Request) -> Dataset:
         splits.append(split)
     if published and len(names) != 80:
         raise DataError(f"{base / 'annotations'} is not the published set: expected 80 categories, got {len(names)}")
-    return Dataset(
-        "coco" + " (smoke)" * smoke,
-        "files",
-        classes=tuple(names[i] for i in sorted(names)),
-        multilabel=True,
-        train=splits[0],
-        test=splits[1],
-        augment=PRESETS["photo"],
-        source=COCO.source,
-    )
+    classes = tuple(names[i] for i in sorted(names))
+    train, test = splits
+    return Dataset("coco" + " (smoke)" * smoke, "files", classes, True, train, test, augment=PRESETS["photo"])
 
 
 def _label(folder: Path, images: dict[int, str], pairs: set[tuple[int, int]], ids: list[int], file: Path) -> Split:

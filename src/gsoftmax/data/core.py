@@ -25,8 +25,8 @@ Kind = Literal["images", "table", "files"]
 PARTS = ("train", "val", "test")
 Splits = dict[str, Any]  # part -> Split
 MAX_BYTES = 16 * 2**30  # the most that a file may declare and have allocated
-IMAGENET_MEAN = (0.485, 0.456, 0.406)  # of the ImageNet training images, on the scale 0 to 1
-IMAGENET_STD = (0.229, 0.224, 0.225)
+# of the ImageNet training images, on the scale 0 to 1
+IMAGENET: dict[str, Any] = {"mean": torch.tensor([0.485, 0.456, 0.406]), "std": torch.tensor([0.229, 0.224, 0.225])}
 
 
 class DataError(ValueError):

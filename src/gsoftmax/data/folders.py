@@ -12,8 +12,7 @@ import torch
 from ..catalog import FOLDER, TINY_IMAGENET
 from .augment import PRESETS, Augment
 from .core import (
-    IMAGENET_MEAN,
-    IMAGENET_STD,
+    IMAGENET,
     DataError,
     Dataset,
     Request,
@@ -89,7 +88,7 @@ def load_folder(request: Request) -> Dataset:
     if alone:
         splits = set_aside(splits["train"], request)
     name = f"folder:{base.resolve().name}" + " (smoke)" * is_smoke(base)
-    return replace(_dataset(name, classes, splits, request.image_size), source=FOLDER.source)
+    return _dataset(name, classes, splits, request.image_size)
 
 
 def load_tiny_imagenet(request: Request) -> Dataset:
@@ -126,5 +125,4 @@ def load_tiny_imagenet(request: Request) -> Dataset:
     }
     data = _dataset("tiny-imagenet" + " (smoke)" * smoke, classes, splits, request.image_size)
     # photographs: the authors' augmentation, and the statistics that pretrained networks expect
-    mean, std = torch.tensor(IMAGENET_MEAN), torch.tensor(IMAGENET_STD)
-    return replace(data, augment=PRESETS["photo-crop"], mean=mean, std=std, source=TINY_IMAGENET.source)
+    return replace(data, augment=PRESETS["photo-crop"], **IMAGENET)

@@ -50,17 +50,8 @@ def load_nuswide(request: Request) -> Dataset:
     if not smoke and (len(train), len(test)) not in _KNOWN:
         paper = "the paper names 161,789 and 107,859, the cleaned lists 119,986 and 80,283"
         notes.append(f"{len(train):,} train and {len(test):,} test images; {paper}")
-    return Dataset(
-        "nuswide" + " (smoke)" * smoke,
-        "files",
-        concepts,
-        multilabel=True,
-        train=train,
-        test=test,
-        augment=PRESETS["photo"],
-        source=NUSWIDE.source,
-        notes=tuple(notes),
-    )
+    name = "nuswide" + " (smoke)" * smoke
+    return Dataset(name, "files", concepts, True, train, test, augment=PRESETS["photo"], notes=tuple(notes))
 
 
 def _read_lists(folder: Path, part: str, labels: int) -> tuple[list[str], np.ndarray]:

@@ -56,14 +56,8 @@ def load_npz(request: Request) -> Dataset:
     splits: Splits = {p: Split(xs[p], ys[p]) for p in parts}
     if "test" not in splits:
         splits |= set_aside(splits["train"], request)
-    return Dataset(
-        f"npz:{path.name}" + " (smoke)" * is_smoke(path.parent),
-        "images" if like.dtype == torch.uint8 else "table",
-        classes,
-        targets is _labels,
-        **splits,
-        source=NPZ.source,
-    )
+    name = f"npz:{path.name}" + " (smoke)" * is_smoke(path.parent)
+    return Dataset(name, "images" if like.dtype == torch.uint8 else "table", classes, targets is _labels, **splits)
 
 
 def read_npz(path: Path) -> dict[str, np.ndarray]:
@@ -125,7 +119,7 @@ def _names(names: np.ndarray | None, where: str) -> tuple[str, ...]:
     """The class names that the file gives; empty if it gives none."""
     if names is None:
         return ()
-    if names.ndim > 1 or names.dtype.kind not in "biuUS":
+    if names.ndim > 1 or names.size == 0 or names.dtype.kind not in "biuUS":
         raise DataError(f"{where} names must be (C,) strings, got {names.dtype} {names.shape}")
     return tuple(map(_text, np.atleast_1d(names).tolist()))
 
@@ -163,8 +157,8 @@ def _classes(
     for part, y in ys.items():
         at = np.searchsorted(values, y).clip(0, len(values) - 1)
         if not (values[at] == y).all():
-            stranger = f"the class {y[values[at] != y][0]!s}"
-            raise DataError(f"{where} y_{part} has {stranger}, which is not among the {len(values)} classes of y_train")
+            known = f"which is not among the {len(values)} known ones"
+            raise DataError(f"{where} y_{part} has the class {y[values[at] != y][0]!s}, {known}")
         out[part] = torch.from_numpy(at.astype(np.int64))
     return out, names if numbered else tuple(map(_text, values.tolist()))
 
@@ -446,12 +440,5 @@ def load_arff(request: Request) -> Dataset:
         if second.attributes != table.attributes:
             raise DataError(f"{test_file} must have the same attributes as {train_file.name}")
         splits["test"] = columns(second, chosen, test_file)
-    stem = re.sub(r"[-_]train$", "", train_file.stem)
-    return Dataset(
-        f"arff:{stem}" + " (smoke)" * is_smoke(train_file.parent),
-        "table",
-        tuple(table.attributes[i].name for i in chosen),
-        multilabel=True,
-        **splits,
-        source=ARFF.source,
-    )
+    name = f"arff:{re.sub('[-_]train$', '', train_file.stem)}" + " (smoke)" * is_smoke(train_file.parent)
+    return Dataset(name, "table", tuple(table.attributes[i].name for i in chosen), True, **splits)
