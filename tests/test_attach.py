@@ -71,17 +71,14 @@ def _hf_vit():
     return transformers.ViTForImageClassification(config)
 
 
-# what makes it, and the name its classifier has
+# what makes it, and the name of its classifier
 MODELS = {
     "timm resnet18": (lambda: timm.create_model("resnet18", num_classes=CLASSES), "fc"),
-    "timm vit_tiny_patch16_224": (
-        lambda: timm.create_model("vit_tiny_patch16_224", num_classes=CLASSES, img_size=32),
-        "head",
-    ),
+    "timm vit_tiny": (lambda: timm.create_model("vit_tiny_patch16_224", num_classes=CLASSES, img_size=32), "head"),
     "timm convnext_atto": (lambda: timm.create_model("convnext_atto", num_classes=CLASSES), "head.fc"),
     "torchvision resnet18": (lambda: torchvision.models.resnet18(num_classes=CLASSES), "fc"),
     "torchvision vgg11": (_vgg11, "classifier.6"),
-    "torchvision mobilenet_v3_small": (
+    "torchvision mobile": (
         lambda: torchvision.models.mobilenet_v3_small(num_classes=CLASSES, dropout=0.0),
         "classifier.3",
     ),
@@ -541,108 +538,89 @@ def test_name_picks_any_linear_layer():
     assert type(model[0]) is SoftmaxHead and type(model[2]) is SoftmaxHead
 
 
-def _teacher():
-    config = transformers.DeiTConfig(image_size=32, patch_size=16, **TINY, **STILL)
-    return transformers.DeiTForImageClassificationWithTeacher(config)
-
-
-def _side_by_side():
-    model = nn.Module()
-    model.classes, model.boxes = nn.Linear(8, 3), nn.Linear(8, 12)
-    return model
-
-
-def _two_counts():
-    return nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 1000))
-
-
 class _Cosine(nn.Linear):
     def forward(self, h):
         return F.linear(F.normalize(h), F.normalize(self.weight))
 
 
-def _pruned():
-    model = mlp()
-    nn.utils.parametrizations.weight_norm(model[2])
-    return model
+def _side_by_side():
+    return nn.ModuleDict({"classes": nn.Linear(8, 3), "boxes": nn.Linear(8, 12)})
 
 
-def _hidden(module):
-    module.forward = module.forward
-    return module
+def _patched():
+    linear = nn.Linear(8, 3)
+    linear.forward = linear.forward
+    return nn.Sequential(linear)
 
 
+def _normalized():
+    return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 3)))
+
+
+def _teacher():
+    config = transformers.DeiTConfig(image_size=32, patch_size=16, **TINY, **STILL)
+    return transformers.DeiTForImageClassificationWithTeacher(config)
+
+
+def _language_model():
+    return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=50, **TINY))
+
+
+AFTER = r"\(nn.Sequential\(model, GaussianLogits\(num_classes\)\) adds the term after it\)"
+SEVERAL = "has several linear layers that may be its classifier: "
+# a model, options of attach, and the error
 MISTAKES = {
-    "not a model": (lambda: attach(3), "model must be an nn.Module, got int"),
-    "head": (lambda: attach(mlp(), "arcface"), "head must be one of softmax, lsoftmax, gsoftmax, got 'arcface'"),
-    "no classes": (lambda: attach(mlp(), num_classes=0), "num_classes must be a positive integer, got 0"),
-    "classes": (lambda: attach(mlp(), num_classes="ten"), "num_classes must be a positive integer, got 'ten'"),
-    "option": (lambda: attach(mlp(), lamda=2.0), "unexpected keyword argument 'lamda'"),
-    "length": (lambda: attach(mlp(), mu=[0.0, 1.0]), r"mu must be a number or 5 values, got shape \(2,\)"),
-    "form": (lambda: attach(mlp(), "lsoftmax", form="paired"), "LSoftmaxHead has no multi-label form"),
-    "name": (lambda: attach(mlp(), name="fc"), "name='fc' is no module of Sequential; its last linear layers: 0, 2"),
-    "no name": (lambda: attach(mlp(), name=()), r"name must name at least one module of Sequential, got \(\)"),
+    "not a model": (lambda: 3, {}, "model must be an nn.Module, got int"),
+    "head": (mlp, {"head": "arcface"}, "head must be one of softmax, lsoftmax, gsoftmax, got 'arcface'"),
+    "no classes": (mlp, {"num_classes": 0}, "num_classes must be a positive integer, got 0"),
+    "classes": (mlp, {"num_classes": "ten"}, "num_classes must be a positive integer, got 'ten'"),
+    "option": (mlp, {"lamda": 2.0}, "unexpected keyword argument 'lamda'"),
+    "length": (mlp, {"mu": [0.0, 1.0]}, r"mu must be a number or 5 values, got shape \(2,\)"),
+    "form": (mlp, {"head": "lsoftmax", "form": "paired"}, "LSoftmaxHead has no multi-label form, got form='paired'"),
+    "name": (mlp, {"name": "fc"}, "name='fc' is no module of Sequential; its last linear layers: 0, 2"),
+    "no name": (mlp, {"name": ()}, r"name must name at least one module of Sequential, got \(\)"),
     "other module": (
-        lambda: attach(mlp(), name="1"),
-        "attach replaces an nn.Linear, and '1' of Sequential is a ReLU; choose another module with name=",
+        mlp,
+        {"name": "1"},
+        "an nn.Linear, and '1' of Sequential is a ReLU; choose another module",
     ),
-    "nothing": (
-        lambda: attach(nn.Sequential(nn.ReLU())),
-        "attach found no nn.Linear in Sequential; it has no layer with weights; choose the module",
-    ),
+    "nothing": (nn.Sequential, {}, "found no nn.Linear in Sequential; it has no layer with weights; choose the module"),
     "convolution": (
-        lambda: attach(torchvision.models.squeezenet1_0()),
-        r"no nn.Linear with model.num_classes=1000 outputs in SqueezeNet; .* is classifier.1, a Conv2d \(nn.Sequential"
-        r"\(model, GaussianLogits\(num_classes\)\) adds the term after it\)",
+        lambda: torchvision.models.squeezenet1_0(),
+        {},
+        f"no nn.Linear with model.num_classes=1000 outputs in SqueezeNet; .* is classifier.1, a Conv2d {AFTER}",
     ),
     "timm convolution": (
-        lambda: attach(timm.create_model("resnetv2_18")),
-        r"'head.fc' of ResNetV2 is a Conv2d \(nn.Sequential\(model, GaussianLogits\(num_classes\)\) adds the term",
+        lambda: timm.create_model("resnetv2_18"),
+        {},
+        f"'head.fc' of ResNetV2 is a Conv2d {AFTER}",
     ),
     "teacher": (
-        lambda: attach(_teacher()),
-        r"DeiTForImageClassificationWithTeacher has several linear layers that may be its classifier: cls_classifier "
-        r"\(5 outputs\), distillation_classifier \(5 outputs\); choose one, or several, with name=",
+        _teacher,
+        {},
+        SEVERAL + r"cls_classifier \(5 outputs\), distillation_classifier \(5 outputs\); choose one, or several, with",
     ),
     "language model": (
-        lambda: attach(transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=50, **TINY))),
-        "no nn.Linear with config.num_labels=2 outputs in BertForMaskedLM; its last layer with weights is "
-        "cls.predictions.decoder, a Linear",
+        _language_model,
+        {},
+        "no nn.Linear with config.num_labels=2 outputs in BertForMaskedLM; .* is cls.predictions.decoder, a Linear",
     ),
-    "side by side": (
-        lambda: attach(_side_by_side()),
-        r"Module has several linear layers that may be its classifier: classes \(3 outputs\), boxes \(12 outputs\); ",
-    ),
-    "two counts": (
-        lambda: attach(_two_counts(), num_classes=4),
-        r"Sequential has several linear layers that may be its classifier: 0 \(4 outputs\), 2 \(1000 outputs\); ",
-    ),
-    "own forward": (
-        lambda: attach(nn.Sequential(_Cosine(8, 3))),
-        "'0' of Sequential is a _Cosine with a custom forward",
-    ),
-    "computed weight": (
-        lambda: attach(_pruned()),
-        "'2' of Sequential is a ParametrizedLinear whose weight is computed from others",
-    ),
-    "lazy": (lambda: attach(nn.Sequential(nn.LazyLinear(3))), "is a LazyLinear without weights yet"),
-    "patched": (
-        lambda: attach(nn.Sequential(_hidden(nn.Linear(8, 3)))),
-        "is a Linear whose forward was replaced by another library: attach first",
-    ),
-    "wrapped": (
-        lambda: attach(nn.DataParallel(mlp())),
-        "model must be the plain module, got a DataParallel: attach first, then wrap or compile",
-    ),
-    "compiled": (lambda: attach(torch.compile(mlp())), "got an OptimizedModule: attach first"),
+    "side by side": (_side_by_side, {}, SEVERAL + r"classes \(3 outputs\), boxes \(12 outputs\); choose"),
+    "two counts": (mlp, {"num_classes": 16}, SEVERAL + r"0 \(16 outputs\), 2 \(5 outputs\); choose"),
+    "own forward": (lambda: nn.Sequential(_Cosine(8, 3)), {}, "'0' of Sequential is a _Cosine with a custom forward"),
+    "computed weight": (_normalized, {}, "'0' of Sequential is a ParametrizedLinear whose weight is computed from"),
+    "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), {}, "is a LazyLinear without weights yet"),
+    "patched": (_patched, {}, "is a Linear whose forward was replaced by another library: attach first"),
+    "wrapped": (lambda: nn.DataParallel(mlp()), {}, "model must be the plain module, got a DataParallel: attach first"),
+    "compiled": (lambda: torch.compile(mlp()), {}, "got an OptimizedModule: attach first, then wrap or compile"),
 }
 
 
 @pytest.mark.parametrize("case", MISTAKES)
 def test_mistakes(case):
-    call, words = MISTAKES[case]
+    make, options, words = MISTAKES[case]
     with pytest.raises((ValueError, TypeError), match=words) as error:
-        call()
+        attach(make(), **options)
     assert "\n" not in str(error.value)
 
 
