@@ -78,7 +78,7 @@ MODELS = {
     "timm convnext_atto": (lambda: timm.create_model("convnext_atto", num_classes=CLASSES), "head.fc"),
     "torchvision resnet18": (lambda: torchvision.models.resnet18(num_classes=CLASSES), "fc"),
     "torchvision vgg11": (_vgg11, "classifier.6"),
-    "torchvision mobile": (
+    "torchvision mobilenet": (
         lambda: torchvision.models.mobilenet_v3_small(num_classes=CLASSES, dropout=0.0),
         "classifier.3",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import re
 import warnings
 
@@ -32,14 +33,12 @@ def _vit(head="gsoftmax", options=(), **config):
     model = ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, num_channels=1, **TINY, **STILL, **config))
     with torch.no_grad():
         model.classifier.bias.uniform_(-1, 1)
-    options = dict(options)
     if head == "gsoftmax":
-        options = {"lam": 2.0, "mu": np.linspace(-1, 1, CLASSES), "sigma": 0.5} | options
-    if head == "lsoftmax":
-        options = {"bias": False}
+        options = {"lam": 2.0, "mu": np.linspace(-1, 1, CLASSES), "sigma": 0.5} | dict(options)
+    elif head == "lsoftmax":
         model.classifier.bias.detach().zero_()
-        return attach(model, head, anneal_start=1.0)
-    return attach(model, head, **options)
+        options = {"anneal_start": 1.0}
+    return attach(model, head, **dict(options))
 
 
 def _bert(**config):
@@ -249,12 +248,11 @@ def test_an_optimizer_that_was_handed_in_stays(tmp_path):
         trainer.train()
 
 
-def test_frozen_gaussians_and_other_heads_need_no_group(tmp_path):
-    model = _vit("softmax")
-    assert len(_trainer(model, tmp_path).create_optimizer().param_groups) == 2
-    model = _vit()
-    for p in head_of(model).gaussians.parameters():
-        p.requires_grad_(False)
+@pytest.mark.parametrize("head", ["softmax", "gsoftmax"])
+def test_frozen_gaussians_and_other_heads_need_no_group(tmp_path, head):
+    model = _vit(head)
+    for name, p in model.named_parameters():
+        p.requires_grad_("gaussians" not in name)
     assert len(_trainer(model, tmp_path).create_optimizer().param_groups) == 2
 
 
@@ -389,24 +387,19 @@ def test_items_of_all_processes(tmp_path):
     torch.testing.assert_close(two, F.cross_entropy(model(batch["pixel_values"]).logits, batch["labels"]))
 
 
-def test_bf16_training_learns(tmp_path):
-    rows = _images()
-    model = _vit()
-    trainer = _trainer(model, tmp_path, rows, eval_dataset=rows, bf16=True, max_steps=40, learning_rate=1e-2)
+@pytest.mark.parametrize(
+    "head, options", [("gsoftmax", {"bf16": True, "max_steps": 40}), ("lsoftmax", {"max_steps": 80})]
+)
+def test_training_learns(tmp_path, head, options):
+    rows, model = _images(), _vit(head)
+    trainer = _trainer(model, tmp_path, rows, eval_dataset=rows, learning_rate=1e-2, **options)
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     assert trainer.evaluate()["eval_loss"] < 0.5 * before
-    assert head_of(model).mu.dtype == torch.float32
-
-
-def test_lsoftmax_trains(tmp_path):
-    rows = _images()
-    model = _vit("lsoftmax")
-    trainer = _trainer(model, tmp_path, rows, eval_dataset=rows, max_steps=80, learning_rate=1e-2)
-    before = trainer.evaluate()["eval_loss"]
-    trainer.train()
-    assert isinstance(head_of(model), LSoftmaxHead) and int(head_of(model).steps) == 80
-    assert trainer.evaluate()["eval_loss"] < 0.5 * before
+    if head == "lsoftmax":
+        assert isinstance(head_of(model), LSoftmaxHead) and int(head_of(model).steps) == 80
+    else:
+        assert head_of(model).mu.dtype == torch.float32
 
 
 # ---------------------------------------------------------------------------------------------------------- Lightning
@@ -416,10 +409,15 @@ lightning_noise = pytest.mark.filterwarnings(
 )
 
 
-def _lightning(name):
-    import importlib
+@pytest.fixture
+def pl():
+    return importlib.import_module("lightning.pytorch")
 
-    return importlib.import_module(name)
+
+def _callback(*args, **options):
+    from gsoftmax.integrations.lightning import GeometryCallback
+
+    return GeometryCallback(*args, **options)
 
 
 def _module(pl, step=lambda x, y: {"x": x, "y": y}):
@@ -474,10 +472,7 @@ def _by_hand(module, loader):
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 def test_lightning_logs_the_geometry_of_every_epoch(tmp_path, package):
     pl = pytest.importorskip(package)
-    from gsoftmax.integrations.lightning import GeometryCallback
-
-    geometry = GeometryCallback(3)
-    loader = _loader(50)
+    geometry, loader = _callback(3), _loader(50)
     epochs = []
 
     class Check(pl.Callback):
@@ -497,24 +492,18 @@ def test_lightning_logs_the_geometry_of_every_epoch(tmp_path, package):
 
 
 @lightning_noise
-def test_lightning_checks_the_optimizer(tmp_path):
-    pl = _lightning("lightning.pytorch")
-    from gsoftmax.integrations.lightning import GeometryCallback
-
+def test_lightning_checks_the_optimizer(tmp_path, pl):
     module = _module(pl)
     module.configure_optimizers = lambda: torch.optim.SGD([module.linear.weight], lr=0.5)
     attach(module)
-    trainer = _run(pl, tmp_path, [GeometryCallback(3)], max_epochs=1)
+    trainer = _run(pl, tmp_path, [_callback(3)], max_epochs=1)
     with pytest.warns(UserWarning, match="no optimizer holds linear.gaussians.mu and linear.gaussians.rho"):
         trainer.fit(module, _loader(8), _loader(8))
 
 
 @lightning_noise
-def test_lightning_several_sets_and_an_own_function(tmp_path):
-    pl = _lightning("lightning.pytorch")
-    from gsoftmax.integrations.lightning import GeometryCallback
-
-    geometry = GeometryCallback(3, outputs=lambda step, batch: (step[0], batch[1]), prefix="geometry_")
+def test_lightning_several_sets_and_an_own_function(tmp_path, pl):
+    geometry = _callback(3, outputs=lambda step, batch: (step[0], batch[1]), prefix="geometry_")
     module = _module(pl, step=lambda x, y: [x])
     loaders = [_loader(40), _loader(30, seed=5)]
     logged = _run(pl, tmp_path, [geometry]).validate(module, loaders, verbose=False)
@@ -533,21 +522,16 @@ def test_lightning_several_sets_and_an_own_function(tmp_path):
         (lambda x, y: {"loss": x.sum(), "logits": x}, "a dict with loss, logits"),
     ],
 )
-def test_lightning_says_what_it_needs(tmp_path, step, seen):
-    pl = _lightning("lightning.pytorch")
-    from gsoftmax.integrations.lightning import GeometryCallback
-
+def test_lightning_says_what_it_needs(tmp_path, pl, step, seen):
     with pytest.raises(ValueError, match=rf"must return a dict with x \(or logits\) and y .*; it returned {seen}$"):
-        _run(pl, tmp_path, [GeometryCallback(3)]).validate(_module(pl, step), _loader(8), verbose=False)
+        _run(pl, tmp_path, [_callback(3)]).validate(_module(pl, step), _loader(8), verbose=False)
     with pytest.raises(ValueError, match="num_classes must be a positive integer, got 0"):
-        GeometryCallback(0)
+        _callback(0)
 
 
 def _fit_on_two_processes():
     warnings.filterwarnings("ignore")
     import lightning.pytorch as pl
-
-    from gsoftmax.integrations.lightning import GeometryCallback
 
     warnings.filterwarnings("error", ".*sync_dist.*")
 
@@ -563,8 +547,7 @@ def _fit_on_two_processes():
                 torch.testing.assert_close(logged, expected.average()[name], rtol=1e-5, atol=0)
             print(f"rank {trainer.global_rank} saw {seen} of {int(geometry.geometry.count.sum())}", flush=True)
 
-    loader = _loader(48)
-    geometry = GeometryCallback(3)
+    loader, geometry = _loader(48), _callback(3)
     trainer = _run(pl, ".", [geometry, Check()], max_epochs=1, devices=2, strategy="ddp_fork")
     trainer.fit(_module(pl), _loader(32, seed=1), loader)
 
@@ -579,6 +562,15 @@ def test_lightning_merges_processes(tmp_path):
 # -------------------------------------------------------------------------------------------------------- TensorBoard
 
 
+def _log(folder, model, step, **options):
+    from torch.utils.tensorboard import SummaryWriter
+
+    from gsoftmax.integrations.tensorboard import log_gaussians
+
+    with SummaryWriter(folder) as writer:
+        log_gaussians(writer, model, step, **options)
+
+
 def _events(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -586,20 +578,15 @@ def _events(folder):
 
 
 def test_tensorboard_events_read_back(tmp_path):
-    from torch.utils.tensorboard import SummaryWriter
-
-    from gsoftmax.integrations.tensorboard import log_gaussians
-
     mu = np.linspace(-1, 1, 7)
     model = nn.ModuleDict(
         {"body": nn.Linear(4, 4), "fc": attach(nn.Linear(4, 7), mu=mu, sigma=2.0), "loss": GSoftmaxLoss(3, sigma=0.5)}
     )
-    with SummaryWriter(tmp_path) as writer:
-        log_gaussians(writer, model, 0)
-        head_of(model).loss(torch.randn(5, 4), torch.arange(5)).backward()
-        with torch.no_grad():
-            model["fc"].mu.add_(1.0)
-        log_gaussians(writer, model, 10)
+    _log(tmp_path, model, 0)
+    head_of(model).loss(torch.randn(5, 4), torch.arange(5)).backward()
+    with torch.no_grad():
+        model["fc"].mu.add_(1.0)
+    _log(tmp_path, model, 10)
     events = _events(tmp_path)
     tags = events.Tags()
     grads = {"gsoftmax/fc/mu_grad", "gsoftmax/fc/rho_grad"}  # the loss was not used and has none
@@ -618,30 +605,17 @@ def test_tensorboard_events_read_back(tmp_path):
     assert grad.histogram_value.sum == pytest.approx(model["fc"].gaussians.rho.grad.sum().item(), rel=1e-4)
 
 
-def test_tensorboard_after_a_training_went_wrong(tmp_path):
-    from torch.utils.tensorboard import SummaryWriter
-
-    from gsoftmax.integrations.tensorboard import log_gaussians
-
+def test_tensorboard_of_values_that_are_not_finite_or_of_half_precision(tmp_path):
     loss = GSoftmaxLoss(3)
     with torch.no_grad():
         loss.gaussians.mu[0] = torch.nan
         loss.gaussians.rho.fill_(torch.nan)
-    with SummaryWriter(tmp_path) as writer:
-        log_gaussians(writer, loss, 1, prefix="")
-        with pytest.raises(ValueError, match="at least one G-softmax module, got Linear without any"):
-            log_gaussians(writer, nn.Linear(2, 2), 1)
+    _log(tmp_path, loss, 1, prefix="")
+    with pytest.raises(ValueError, match="at least one G-softmax module, got Linear without any"):
+        _log(tmp_path, nn.Linear(2, 2), 1)
+    _log(tmp_path, GSoftmaxLoss(4, sigma=2.0).to(torch.bfloat16), 3, prefix="half")
     events = _events(tmp_path)
     assert events.Histograms("mu")[0].histogram_value.num == 2
-    assert events.Tags()["histograms"] == ["mu"]
+    assert set(events.Tags()["histograms"]) == {"mu", "half/mu", "half/sigma"}
     assert np.isnan(events.Scalars("mu_mean")[0].value)
-
-
-def test_tensorboard_reads_half_precision(tmp_path):
-    from torch.utils.tensorboard import SummaryWriter
-
-    from gsoftmax.integrations.tensorboard import log_gaussians
-
-    with SummaryWriter(tmp_path) as writer:
-        log_gaussians(writer, GSoftmaxLoss(4, sigma=2.0).to(torch.bfloat16), 3)
-    assert _events(tmp_path).Histograms("gsoftmax/sigma")[0].histogram_value.num == 4
+    assert events.Histograms("half/sigma")[0].histogram_value.num == 4
