@@ -49,6 +49,18 @@ def run(module):
     return module.loss(torch.randn(7, 8), y if module.form is None else labels)
 
 
+def descend(loss, optimizer, steps):
+    """Values of loss(step) over some optimizer steps."""
+    values = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        value = loss(step)
+        value.backward()
+        optimizer.step()
+        values.append(value.item())
+    return values
+
+
 # ------------------------------------------------------------------------------------------------------------ state
 
 
@@ -120,13 +132,8 @@ def test_half_precision_modules():
 
 def test_loss_without_the_term_is_cross_entropy_loss():
     x, y = torch.randn(6, 5), torch.tensor([0, 1, 2, 3, 4, -100])
-    for options in (
-        {},
-        dict(label_smoothing=0.1),
-        dict(weight=torch.rand(5)),
-        dict(reduction="none"),
-        dict(ignore_index=2),
-    ):
+    weight = {"weight": torch.rand(5)}
+    for options in ({}, {"label_smoothing": 0.1}, weight, {"reduction": "none"}, {"ignore_index": 2}):
         if "ignore_index" in options:
             y = y.abs() % 5
         for kind in KINDS:
@@ -175,12 +182,12 @@ def test_rough_steps_leave_sigma_positive():
     loss = GSoftmaxLoss(10, lam=2.0, sigma=0.05)
     x = nn.Parameter(3 * torch.randn(64, 10))
     optimizer = torch.optim.SGD([x, *loss.parameters()], lr=5.0, momentum=0.9, weight_decay=5e-4)
-    for step in range(300):
-        optimizer.zero_grad()
-        value = loss(x, torch.randint(10, (64,), generator=torch.Generator().manual_seed(step)))
-        value.backward()
-        optimizer.step()
-        assert value.isfinite() and (loss.sigma >= loss.gaussians.sigma_min).all() and loss.sigma.isfinite().all()
+
+    def value(step):
+        assert (loss.sigma >= loss.gaussians.sigma_min).all() and loss.sigma.isfinite().all()
+        return loss(x, torch.randint(10, (64,), generator=torch.Generator().manual_seed(step)))
+
+    assert all(map(math.isfinite, descend(value, optimizer, 301)))
 
 
 def test_param_groups():
@@ -200,14 +207,7 @@ def test_param_groups():
 def test_learned_gaussians_reduce_the_loss():
     x, y = torch.randn(256, 5) * 2, torch.randint(5, (256,))
     loss = GSoftmaxLoss(5, lam=4.0)
-    optimizer = torch.optim.Adam(loss.parameters(), lr=0.05)
-    values = []
-    for _ in range(50):
-        optimizer.zero_grad()
-        value = loss(x, y)
-        value.backward()
-        optimizer.step()
-        values.append(value.item())
+    values = descend(lambda step: loss(x, y), torch.optim.Adam(loss.parameters(), lr=0.05), 50)
     assert values[-1] < values[0] - 1e-3
 
 
@@ -228,17 +228,8 @@ def test_fit_gaussians_streams(kind):
     assert two.mu.shape == (2, 3) and (two.mu > 3).all()
 
 
-def test_fit_gaussians_mistakes():
-    loss = GSoftmaxLoss(5)
-    for batches, words in (
-        ([], "at least two examples .* got 0"),
-        ([torch.zeros(1, 5)], "got 1"),
-        ([torch.full((3, 5), math.nan)], "finite"),
-        ([torch.zeros(3, 4)], r"5 classes in dimension 1, got shape \(3, 4\)"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            loss.fit_gaussians(batches)
-    loss.fit_gaussians([torch.zeros(3, 5)])  # constant outputs: sigma at its floor, still positive and finite
+def test_constant_outputs_give_the_smallest_sigma():
+    loss = GSoftmaxLoss(5).fit_gaussians([torch.zeros(3, 5)])
     assert (loss.sigma > 0.01).all() and loss.gaussians.rho.isfinite().all()
 
 
@@ -386,17 +377,6 @@ def test_large_margin_head_anneals_saves_and_rests_in_evaluation():
     assert int(head.steps) == 0
 
 
-def test_large_margin_head_mistakes():
-    with pytest.raises(ValueError, match="LSoftmaxHead has no multi-label form, got form='paired'"):
-        LSoftmaxHead(8, 5, form="paired")
-    with pytest.raises(ValueError, match="margin must be 1, 2, 3 or 4, got 0"):
-        LSoftmaxHead(8, 5, margin=0)
-    with pytest.raises(ValueError, match="target must hold one class index"):
-        LSoftmaxHead(8, 5).loss(torch.zeros(2, 8), torch.full((2, 5), 0.2))
-    with pytest.raises(ValueError, match="target must lie between 0 and 4"):
-        LSoftmaxHead(8, 5).loss(torch.zeros(2, 8), torch.tensor([0, 5]))
-
-
 @pytest.mark.parametrize("margin", [1, 2, 3, 4])
 def test_large_margin_head_trains_by_default(margin):
     """Three blobs, a high learning rate and the default anneal: it must not die."""
@@ -406,11 +386,8 @@ def test_large_margin_head_trains_by_default(margin):
     data = centres[y] + 0.5 * torch.randn(512, 8)
     net, head = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16)), LSoftmaxHead(16, 3, margin=margin)
     optimizer = torch.optim.SGD([*net.parameters(), *head.parameters()], lr=0.1, momentum=0.9, nesterov=True)
-    for step in range(200):
-        rows = torch.arange(64) + 64 * (step % 8)
-        optimizer.zero_grad()
-        head.loss(net(data[rows]), y[rows]).backward()
-        optimizer.step()
+    batches = [slice(a, a + 64) for a in range(0, 512, 64)]
+    descend(lambda step: head.loss(net(data[batches[step % 8]]), y[batches[step % 8]]), optimizer, 200)
     head.eval()
     assert (head(net(data)).argmax(1) != y).float().mean() < 0.02
 
@@ -432,10 +409,7 @@ def test_heads_compile_without_graph_breaks(cls):
     "make, words",
     [
         (lambda: GaussianLogits(0), "num_classes must be a positive integer, got 0"),
-        (
-            lambda: GaussianLogits(3, gaussians="learnt"),
-            "gaussians must be one of learned, fixed, tracked, got 'learnt'",
-        ),
+        (lambda: GaussianLogits(3, gaussians="learnt"), "gaussians must be one of learned, fixed, tracked, got 'le"),
         (lambda: GaussianLogits(3, sigma=0.0), "sigma must be above sigma_min=0.01, got a minimum of 0"),
         (lambda: GaussianLogits(3, sigma=[1.0, -1.0, 1.0]), "sigma must be above sigma_min=0.01, got a minimum of -1"),
         (lambda: GaussianLogits(3, mu=[1.0]), r"mu must be a number or 3 values, got shape \(1,\)"),
@@ -447,6 +421,14 @@ def test_heads_compile_without_graph_breaks(cls):
         (lambda: SoftmaxHead(3, 2, form="pair"), "form must be one of paired, .*, got 'pair'"),
         (lambda: MultiLabelGSoftmaxLoss(3)(torch.zeros(2, 5), torch.zeros(2, 3)), r"x must be \(N, 2, 3\) or \(N, 6\)"),
         (lambda: GSoftmaxLoss(3)(torch.zeros(2, 5), torch.zeros(2).long()), r"mu must have shape \(5,\).* got \(3,\)"),
+        (lambda: GSoftmaxLoss(5).fit_gaussians([]), "at least two examples .* got 0"),
+        (lambda: GSoftmaxLoss(5).fit_gaussians([torch.zeros(1, 5)]), "at least two examples .* got 1"),
+        (lambda: GSoftmaxLoss(5).fit_gaussians([torch.full((3, 5), math.nan)]), "finite"),
+        (lambda: GSoftmaxLoss(5).fit_gaussians([torch.zeros(3, 4)]), r"5 classes in dimension 1, got shape \(3, 4\)"),
+        (lambda: LSoftmaxHead(8, 5, form="paired"), "LSoftmaxHead has no multi-label form, got form='paired'"),
+        (lambda: LSoftmaxHead(8, 5, margin=0), "margin must be 1, 2, 3 or 4, got 0"),
+        (lambda: LSoftmaxHead(8, 5).loss(torch.zeros(2, 8), torch.full((2, 5), 0.2)), "must hold one class index"),
+        (lambda: LSoftmaxHead(8, 5).loss(torch.zeros(2, 8), torch.tensor([0, 5])), "target must lie between 0 and 4"),
     ],
 )
 def test_mistakes(make, words):

@@ -28,6 +28,8 @@ class SoftmaxHead(nn.Module):
     impl: as in `gsoftmax_cross_entropy`
     h: (..., in_features), features of the backbone
     target: class indices (...) or probabilities (..., C); for a multi-label form (N, L)
+    k: how many classes, 1 to C
+    steps: batches of the whole training
 
     >>> head = SoftmaxHead(16, 10)
     >>> h, target = torch.zeros(4, 16), torch.tensor([1, 2, 3, 4])

@@ -50,8 +50,9 @@ def save(
     Every process writes its shards, process 0 also what is the same everywhere.  If one process cannot write, all
     raise OSError and the previous checkpoint is kept.
 
-    folder: created if missing; modules: by name, such as {"backbone": backbone, "head": head}
-    optimizer: of parameters of these modules; extra: anything that JSON can hold, taken from process 0
+    folder: created if missing
+    modules, optimizer: modules by name, such as {"backbone": backbone, "head": head}, and of their parameters
+    extra: anything that JSON can hold, taken from process 0
 
     >>> import tempfile
     >>> from gsoftmax import GSoftmaxHead
@@ -73,9 +74,10 @@ def save(
         """The results of all processes, or the error of one of them on all."""
         try:
             answer = {"result": work()}
-        except OSError as error:
-            reason = f"{path} cannot be written: {error.strerror}"
-            answer = {"error": str(error) if error.strerror is None else reason}
+        except Exception as error:  # of any kind, or the other processes would wait
+            complete = isinstance(error, OSError) and error.strerror is None
+            reason = getattr(error, "strerror", None) or first_line(error)
+            answer = {"error": str(error) if complete else f"{path} cannot be written: {reason}"}
         answers = exchange(answer, group, device)
         failed = [one["error"] for one in answers if "error" in one]
         if failed:
@@ -136,9 +138,6 @@ def load(folder: str | os.PathLike[str], modules: Modules, optimizer: Optimizer 
     if optimizer is not None:
         _load_optimizer(optimizer, modules, index["optimizer"], reader)
     return index["extra"]
-
-
-# -------------------------------------------------------------------------------------------- what is in a checkpoint
 
 
 def _unwrapped(modules: Modules) -> dict[str, nn.Module]:
@@ -205,9 +204,6 @@ def _place(tensor: Any, name: str = "") -> tuple[Tensor, list[int] | None]:
         return tensor.to_local(), list(split(tensor.shape[0], mesh.size(), mesh.get_local_rank()))
 
 
-# ------------------------------------------------------------------------------------------------------------ writing
-
-
 def _write_shard(path: Path, tensors: Mapping[str, Tensor], places: Mapping[str, Any], first: bool) -> dict[str, Any]:
     """Write the local rows, on the first process also unsharded tensors; name, checksum, length and contents."""
     from safetensors.torch import save_file
@@ -254,9 +250,6 @@ def _write_index(folder: Path, index: Mapping[str, Any]) -> None:
         if _FILE.fullmatch(name.removesuffix(".partial")) and name not in index["files"]:
             with contextlib.suppress(OSError):
                 (folder / name).unlink()
-
-
-# ------------------------------------------------------------------------------------------------------------ reading
 
 
 def _read_index(folder: Path) -> dict[str, Any]:

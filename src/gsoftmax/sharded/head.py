@@ -107,11 +107,9 @@ class ShardedSoftmaxHead(SoftmaxHead):
         return self._filled(SoftmaxHead)
 
     def _filled(self, cls: type[SoftmaxHead], **options: Any) -> SoftmaxHead:
-        place = {"device": self.weight.device, "dtype": self.weight.dtype}
-        bias = self.bias is not None
-        head = nn.utils.skip_init(cls, self.in_features, self.num_classes, bias=bias, **options, **place)
-        state = {k: v.full_tensor() for k, v in self.state_dict().items() if k != "draws"}
-        head.load_state_dict(state)
+        options |= {"bias": self.bias is not None, "device": self.weight.device, "dtype": self.weight.dtype}
+        head = nn.utils.skip_init(cls, self.in_features, self.num_classes, **options)
+        head.load_state_dict({k: v.full_tensor() for k, v in self.state_dict().items() if k != "draws"})
         return head.train(self.training)
 
     # -- outputs ------------------------------------------------------------------------------------------------------
@@ -142,8 +140,8 @@ class ShardedSoftmaxHead(SoftmaxHead):
     def _local_x(self, h: Tensor) -> Tensor:
         """(rows of all processes, local classes)"""
         rows, counts, _ = self._gather(h, ("outputs",))
-        bias = None if self.bias is None else local(self.bias, "bias")
-        return F.linear(GatherRows.apply(rows, counts, self.shard), local(self.weight, "weight"), bias)
+        weight, bias, *_ = self._local_parameters()
+        return F.linear(GatherRows.apply(rows, counts, self.shard), weight, bias)
 
     def features(self, h: Tensor) -> Tensor:
         """x, a DTensor (rows of all processes, classes) of which each process has its own columns."""
@@ -152,11 +150,10 @@ class ShardedSoftmaxHead(SoftmaxHead):
     @torch.no_grad()
     def predict_proba(self, h: Tensor) -> Tensor:
         """p, a DTensor as `features` gives; without gradient."""
-        z = local(self(h), "z")
+        z, group = local(self(h), "z"), self.shard.group
         z = z.to(checks.compute_dtype(z))
-        top = all_reduce(row_maximum(z), self.shard.group, "max", dist.ReduceOp.MAX)
-        p = (z - top[:, None]).exp_()
-        return self.shard.join(p.div_(all_reduce(p.sum(1), self.shard.group, "sums")[:, None]), 1)
+        p = (z - all_reduce(row_maximum(z), group, "max", dist.ReduceOp.MAX)[:, None]).exp_()
+        return self.shard.join(p.div_(all_reduce(p.sum(1), group, "sums")[:, None]), 1)
 
     def _local_parameters(self) -> Parameters:
         """The local classes' parameters; gradients flow through them to the DTensors."""
@@ -324,9 +321,8 @@ class ShardedGSoftmaxHead(ShardedSoftmaxHead, GSoftmaxHead):
         self.gaussians = ShardedGaussians(self.shard, mu, sigma, lam=lam, **options, device=device, dtype=dtype)
 
     def unsharded(self) -> SoftmaxHead:
-        g = self.gaussians
         names = ("lam", "gaussians", "momentum", "sigma_min", "lr_mult")
-        return self._filled(GSoftmaxHead, **{name: getattr(g, name) for name in names})
+        return self._filled(GSoftmaxHead, **{name: getattr(self.gaussians, name) for name in names})
 
     def forward(self, h: Tensor, target: Tensor | None = None) -> Tensor:
         """z, a DTensor as `features` gives."""
@@ -453,7 +449,7 @@ SHARDED: dict[type[nn.Module], type[ShardedSoftmaxHead]] = {
 def sharded_class(head: type[nn.Module], shard: str) -> type[ShardedSoftmaxHead]:
     """The sharded class of a head, for `head_options.shard`.
 
-    head: `SoftmaxHead` or `GSoftmaxHead`; shard: "class", the only way to split a head
+    head, shard: `SoftmaxHead` or `GSoftmaxHead`, and "class", the only way to split a head
 
     >>> sharded_class(SoftmaxHead, "class").__name__
     'ShardedSoftmaxHead'

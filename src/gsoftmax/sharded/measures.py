@@ -49,7 +49,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
 
     A collective call; returns the norm of all gradients and scales them by min(1, max_norm / norm).
 
-    parameters: of backbone and head; max_norm: 0 or more
+    parameters, max_norm: those of backbone and head, and 0 or more
 
     >>> w = torch.nn.Parameter(torch.zeros(2))
     >>> w.grad = torch.tensor([3.0, 4.0])

@@ -13,7 +13,7 @@ from torch import Tensor
 def split(num_classes: int, processes: int, rank: int) -> tuple[int, int]:
     """First class of a process and the one after its last; as DTensor splits, all but the last have the same number.
 
-    num_classes, processes: the totals; rank: which process
+    num_classes, processes, rank: the totals, and which process
 
     >>> [split(10, 4, rank) for rank in range(4)]
     [(0, 3), (3, 6), (6, 9), (9, 10)]
@@ -25,8 +25,9 @@ def split(num_classes: int, processes: int, rank: int) -> tuple[int, int]:
 class ClassShard:
     """Which classes this process holds: `head.shard`, with start, stop, rank and processes.
 
-    num_classes: of all processes; mesh: the 1-D DeviceMesh of the processes
+    num_classes, mesh: number of classes of all processes, and their 1-D DeviceMesh
     averaged: whether the gradients of the backbone are averaged over the processes
+    part, dim: the local part of a tensor, and its dimension of classes
     """
 
     def __init__(self, num_classes: int, mesh: Any, averaged: bool = True) -> None:
@@ -43,7 +44,7 @@ class ClassShard:
         return self  # process groups cannot be copied
 
     def join(self, part: Tensor, dim: int = 0) -> Tensor:
-        """The DTensor of which `part` holds the local classes, in dimension `dim`."""
+        """The DTensor of which `part` holds the local classes."""
         return join(part, self.mesh, dim, (*part.shape[:dim], self.num_classes, *part.shape[dim + 1 :]))
 
 
