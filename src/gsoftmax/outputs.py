@@ -35,6 +35,7 @@ from torch.nn.functional import logsigmoid
 from .functional import gsoftmax_logits
 from .messages import first_line
 from .metrics import check_probabilities
+from .runs import read_environment
 
 __all__ = ["Outputs", "open_outputs"]
 
@@ -167,7 +168,9 @@ def open_outputs(
     """
     path, run_names = Path(path), None
     if path.is_dir():
-        run_names, path = _run_names(path), path / "outputs.safetensors"
+        described = read_environment(path).get("data")
+        run_names = described.get("classes") if isinstance(described, dict) else None
+        path = path / "outputs.safetensors"
     if not path.exists():
         raise ValueError(f"{path} does not exist")
     readers: dict[str, Any] = {".npz": _Npz, ".safetensors": _Safetensors, ".csv": _Csv}
@@ -189,6 +192,7 @@ def open_outputs(
         raise ValueError(f"y must have the shape ({n}, {c}) beside x {shape}, got {y_shape}")
     if source.shapes.get("p", (n, c)) != (n, c):
         raise ValueError(f"p must have the shape ({n}, {c}), got {source.shapes['p']}")
+    run_names = run_names if isinstance(run_names, list) else None
     given = next((g for g in (names, source.names, run_names) if g is not None), None)
     if given is not None and len(given) != c:
         raise ValueError(f"names must be {c}, one for each class, got {len(given)}")
@@ -480,13 +484,6 @@ def _found(held: Mapping[str, str]) -> dict[str, str]:
     """For each key of `ALIASES` that a file has, what it is called there."""
     names = {key: next((held[a] for a in aliases if a in held), None) for key, aliases in ALIASES.items()}
     return {key: name for key, name in names.items() if name is not None}
-
-
-def _run_names(run: Path) -> list[str] | None:
-    try:
-        return list(json.loads((run / "environment.json").read_text())["data"]["classes"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _numbers(value: np.ndarray, name: str, what: str = "numbers") -> np.ndarray:

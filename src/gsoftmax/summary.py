@@ -78,17 +78,18 @@ def differences(summary: Mapping[str, Any]) -> list[Table]:
     """Each head minus the first, paired by seed."""
     tables = []
     for head in summary["heads"][1:]:
-        rows = [
-            (measures.find(key).title, *paired_cells(values[head]["paired"]))
-            for key, values in summary["metrics"].items()
-            if "paired" in values.get(head, {})
-        ]
-        if rows:
-            title = f"{head} minus {summary['heads'][0]}, paired by seed"
-            tests = len(rows) * (len(summary["heads"]) - 1)
+        found = {k: v[head]["paired"] for k, v in summary["metrics"].items() if "paired" in v.get(head, {})}
+        if found:
+            tests = len(found) * (len(summary["heads"]) - 1)
             note = f"p, Holm: corrected for the {tests} tests of this comparison."
-            tables.append(Table(title, ("", *PAIRED), tuple(rows), note))
+            tables.append(paired_table(f"{head} minus {summary['heads'][0]}, paired by seed", found, note))
     return tables
+
+
+def paired_table(title: str, tests: Mapping[str, Mapping[str, Any]], note: str) -> Table:
+    """Paired tests, by the key of what they measure."""
+    rows = tuple((measures.find(key).title, *paired_cells(test)) for key, test in tests.items())
+    return Table(title, ("", *PAIRED), rows, note)
 
 
 def paired_cells(test: Mapping[str, Any], scale: float = 1.0) -> tuple[Cell, ...]:

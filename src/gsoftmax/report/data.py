@@ -23,6 +23,7 @@ import math
 import os
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -32,13 +33,14 @@ import numpy as np
 
 from .. import geometry, measures, significance
 from ..analyze import MOST_POINTS, Analysis, Comparison, analyze, class_gaussians
-from ..runs import environment, folder_name, read_config, read_result, read_rows
+from ..messages import first_line
+from ..runs import environment, folder_name, read_config, read_environment, read_result, read_rows
 from ..summary import correct, summary_of, verdicts
 from ..tables import p_value, plain, signed
 
 Document = dict[str, Any]
 
-PAPER = ("compactness", "separability", "ratio")
+PAPER = geometry.MEASURES[:3]  # compactness, separability, ratio
 _MOST_EPOCHS = 200  # of a learning curve
 
 
@@ -65,28 +67,28 @@ def from_runs(paths: Sequence[str | os.PathLike[str]], title: str | None = None)
         summary = _read_summary(folders[0] / "summary.json")
         return from_comparison(summary, folders[0], title or folders[0].resolve().name)
     found: dict[str, dict[int, tuple[Path, dict[str, Any]]]] = {}
-    kinds: dict[str, Path] = {}
+    data: dict[str, None] = {}
     for folder in folders:
         config, result = read_config(folder), read_result(folder)
         if config is None or result is None:
-            raise ValueError(f"{folder} holds neither a finished run nor a comparison")
-        _check_result(result, folder / "metrics.jsonl")
-        kinds.setdefault(config.data, folder)
+            raise ValueError(f"{folder} contains neither a finished run nor a comparison")
+        for m in (*measures.ordered(result), "seconds"):
+            if not _is_number(result.get(m)):
+                raise ValueError(f"the last line of {folder / 'metrics.jsonl'} must have a number for {m!r}")
+        data[config.data] = None
         runs = found.setdefault(config.head_text(), {})
         if config.seed in runs:
-            raise ValueError(f"{folder} and {runs[config.seed][0]} hold the same head and seed")
+            raise ValueError(f"{folder} and {runs[config.seed][0]} are of the same head and seed")
         runs[config.seed] = folder, result
-    if len(kinds) > 1:
-        raise ValueError(f"runs of one report must be on the same data, got {' and '.join(kinds)}")
+    if len(data) > 1:
+        raise ValueError(f"runs of one report must be on the same data, got {' and '.join(data)}")
     heads = sorted(found, key=lambda h: (h != "softmax", list(found).index(h)))  # softmax is the reference
     seeds = sorted(set.intersection(*(set(runs) for runs in found.values())))
     if not seeds:
         raise ValueError("the heads of a report must have a seed in common, got none")
-    left = sum(len(runs) for runs in found.values()) - len(seeds) * len(heads)
-    results = {h: [found[h][s][1] for s in seeds] for h in heads}
-    summary = summary_of(results, seeds)
+    summary = summary_of({h: [found[h][s][1] for s in seeds] for h in heads}, seeds)
     doc = _from_runs(summary, {(h, s): found[h][s][0] for h in heads for s in seeds}, title or ", ".join(heads))
-    if left:
+    if left := sum(map(len, found.values())) - len(seeds) * len(heads):
         doc["notes"].append(f"{left} runs left out: their seed is not there for every head")
     return doc
 
@@ -113,15 +115,9 @@ def _read_summary(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        reason = f"it lacks {error}" if isinstance(error, KeyError) else (str(error).splitlines() or ["nothing"])[0]
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else first_line(error)
         raise ValueError(f"{path} is not the summary of a comparison: {reason}") from None
     return summary
-
-
-def _check_result(result: Mapping[str, Any], path: Path) -> None:
-    lacking = [m for m in (*measures.ordered(result), "seconds") if not _is_number(result.get(m))]
-    if lacking:
-        raise ValueError(f"the last line of {path} must have a number for {lacking[0]!r}")
 
 
 def _is_number(value: Any) -> bool:
@@ -139,14 +135,12 @@ def _from_runs(summary: Mapping[str, Any], runs: Mapping[tuple[str, int], Path],
             f"{len(runs) - len(ready)} of {len(runs)} runs have no outputs: they are not in the figures"
         )
     found: dict[tuple[str, int], Analysis] = {}
-    notes: dict[str, int] = {}
+    notes = Counter[str]()
     for (head, seed), run in ready.items():
-        a = analyze(run, most_points=MOST_POINTS // len(runs), name=head)
-        found[head, seed] = a
+        found[head, seed] = a = analyze(run, most_points=MOST_POINTS // len(runs), name=head)
         _add_analysis(doc, a, head, seed)
         _add_curve(doc, run, head, seed)
-        for note in a.notes:
-            notes[note] = notes.get(note, 0) + 1
+        notes.update(a.notes)
     doc["notes"] += [note if n == len(ready) else f"{note} (in {n} of {len(ready)} runs)" for note, n in notes.items()]
     for head in heads[1:]:
         if (heads[0], seeds[0]) in found and (head, seeds[0]) in found:
@@ -172,24 +166,16 @@ def _add_curve(doc: Document, run: Path, head: str, seed: int) -> None:
 
 def _add_origin(doc: Document, runs: Sequence[Path]) -> None:
     """Configuration, environment and commands."""
-    commands: list[str] = []
-    options: dict[str, Any] = {}
+    commands: dict[str, None] = {}
     for run in runs:
-        config = read_config(run)
-        if config is not None:
-            options.setdefault(config.head, config.head_options)
-            if not doc["config"]:
-                different = ("head", "head_options", "seed")
-                doc["config"] = _json({k: v for k, v in asdict(config).items() if k not in different})
-        try:
-            described = json.loads((run / "environment.json").read_text())
-        except (OSError, ValueError):
-            continue
-        commands.append(str(described.pop("command", "")))
-        described.pop("data", None)
-        doc["environment"] = doc["environment"] or _json(described)
-    commands = [c.replace("__main__.py", "python -m gsoftmax", 1) for c in dict.fromkeys(commands) if c]
-    doc["commands"] = [*commands[:5], *([f"... and {len(commands) - 5} more"] if len(commands) > 5 else [])]
+        if not doc["config"] and (config := read_config(run)) is not None:
+            different = ("head", "head_options", "seed")
+            doc["config"] = _json({k: v for k, v in asdict(config).items() if k not in different})
+        described = read_environment(run)
+        if command := str(described.pop("command", "")):
+            commands[command.replace("__main__.py", "python -m gsoftmax", 1)] = None
+        doc["environment"] = doc["environment"] or _json({k: v for k, v in described.items() if k != "data"})
+    doc["commands"] = [*commands][:5] + ([f"... and {len(commands) - 5} more"] if len(commands) > 5 else [])
     if (here := command_line()) not in doc["commands"]:
         doc["commands"].append(here)
     doc["environment"] = doc["environment"] or _json(environment())

@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import geometry, measures
+from .. import measures
 from ..files import atomic_file
 from . import specs
+from .data import PAPER
 from .specs import Spec
 
 __all__ = ["FORMATS", "figures", "render", "write"]
 
 FORMATS = ("svg", "png", "pdf")
 INK, FONT = "#222222", "Arial, Helvetica, Liberation Sans, sans-serif"
-PAPER = geometry.MEASURES[:3]  # compactness, separability, ratio
 _MOST_CURVES = 4
 
 

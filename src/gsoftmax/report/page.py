@@ -29,16 +29,6 @@ _MOST_ROWS = 5_000
 _MOST_CLASSES = 2_000
 _MOST_TABLE_ROWS = 500  # of a table on the page
 
-SLIDERS = (
-    ("lam", "λ", 0, 8, 0.1, 2),
-    ("mu1", "μ₁", -5, 5, 0.1, 0),
-    ("sigma1", "σ₁", 0.1, 5, 0.1, 1),
-    ("x1", "x₁", -8, 8, 0.1, 1),
-    ("mu2", "μ₂", -5, 5, 0.1, 2),
-    ("sigma2", "σ₂", 0.1, 5, 0.1, 1),
-    ("x2", "x₂", -8, 8, 0.1, 0),
-)
-
 
 def write(doc: Document, out: str | os.PathLike[str]) -> Path:
     """Writes `out`/report.html and returns its path."""
@@ -150,7 +140,7 @@ def _fill(template: str, **values: Any) -> str:
     trusted = {key: _file(name) for key, name in ours.items()} | {"vega": vega()}
     trusted |= {key: script_json(value) for key, value in values.items() if key.endswith("_json")}
     values |= {key: Markup(text) for key, text in trusted.items()}  # noqa: S704 - ours, or escaped for a script element
-    return env.get_template(template).render(sliders=SLIDERS, **values)
+    return env.get_template(template).render(sliders=specs.SLIDERS, **values)
 
 
 def script_json(value: Any) -> str:

@@ -15,6 +15,16 @@ from .colours import BLUE, GREY, VERMILLION, colours
 
 Spec = dict[str, Any]
 
+# of the playground: name, text, lowest, highest, step and first value
+SLIDERS = (
+    ("lam", "λ", 0, 8, 0.1, 2),
+    ("mu1", "μ₁", -5, 5, 0.1, 0),
+    ("sigma1", "σ₁", 0.1, 5, 0.1, 1),
+    ("x1", "x₁", -8, 8, 0.1, 1),
+    ("mu2", "μ₂", -5, 5, 0.1, 2),
+    ("sigma2", "σ₂", 0.1, 5, 0.1, 1),
+    ("x2", "x₂", -8, 8, 0.1, 0),
+)
 SHOWN = 20  # classes that the bars show at once
 _LINE = "#888888A0"
 _CROSS = "M-.8,-.8L.8,.8M.8,-.8L-.8,.8"  # two thin strokes
@@ -261,8 +271,7 @@ def playground() -> dict[str, Spec]:
     def slope(x: str, c: int) -> str:
         return f"(1 + lam * densityNormal({x}, mu{c}, sigma{c}))"
 
-    values = {"lam": 2.0, "mu1": 0.0, "sigma1": 1.0, "mu2": 2.0, "sigma2": 1.0, "x1": 1.0, "x2": 0.0}
-    params: list[Spec] = [{"name": k, "value": v} for k, v in values.items()]
+    params: list[Spec] = [{"name": name, "value": value} for name, *_, value in SLIDERS]
     for c, other in ((1, 2), (2, 1)):  # the values of the table beside the figures
         x = f"x{c}"
         told = {"phi": phi(x, c), "z": z(x, c), "slope": slope(x, c), "softmax": f"1 / (1 + exp(x{other} - {x}))"}

@@ -14,7 +14,7 @@ from .. import measures, significance
 from ..analyze import analyze
 from ..recipes import recipes
 from ..runs import read_result
-from ..summary import PAIRED, differences, means, paired_cells
+from ..summary import PAIRED, differences, means, paired_cells, paired_table
 from ..tables import Cell, Shown, Table, p_value
 
 
@@ -37,13 +37,9 @@ def summary_by_seed(doc: Mapping[str, Any]) -> Table:
 
 def over_classes(doc: Mapping[str, Any]) -> list[Table]:
     """The paper's test: each head against the first, paired over the classes (values averaged over seeds)."""
-    tables = []
-    for head, rows in doc["over_classes"].items():
-        note = "Classes of one model are not independent of each other: p describes these models, not new ones."
-        title = f"{head} minus {doc['heads'][0]}, paired over classes"
-        body = tuple((measures.find(k).title, *paired_cells(d)) for k, d in rows.items())
-        tables.append(Table(title, ("", *PAIRED), body, note))
-    return tables
+    note = "Classes of one model are not independent of each other: p describes these models, not new ones."
+    title = f"{{}} minus {doc['heads'][0]}, paired over classes"
+    return [paired_table(title.format(head), tests, note) for head, tests in doc["over_classes"].items()]
 
 
 def over_images(doc: Mapping[str, Any]) -> Table | None:
