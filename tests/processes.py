@@ -1,7 +1,7 @@
-"""Processes for tests, split off from one that has imported torch already, so that each costs milliseconds.
+"""Processes for tests, forked from a server that has imported torch already, so that each costs milliseconds.
 
-Every pytest process has such a server of its own, started with the first of them; it has no threads that a copy would
-lack.  What they run must be importable, as for multiprocessing in general.
+Every pytest process has its own server, which has no threads that a copy would lack.  What the processes run must be
+importable, as for multiprocessing in general.
 """
 
 from __future__ import annotations
@@ -25,30 +25,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from gsoftmax import build, cli
+
 CONTEXT = multiprocessing.get_context("forkserver")
+TORCH = ["_dynamo", "distributed.tensor", "distributed.fsdp", "nn.parallel", "optim"]  # an optimizer needs _dynamo
+OURS = ["attachment", "cli", "compare", "report", "sharded", "train"]
 CONTEXT.set_forkserver_preload(
-    [
-        "pytest",
-        "safetensors.torch",
-        "torch._dynamo",  # which the first step of an optimiser imports
-        "torch.distributed.tensor",
-        "torch.distributed.fsdp",
-        "torch.nn.parallel",
-        "torch.optim",
-        "gsoftmax.attachment",
-        "gsoftmax.cli",
-        "gsoftmax.compare",
-        "gsoftmax.report",
-        "gsoftmax.sharded",
-        "gsoftmax.train",
-    ]
+    ["pytest", "safetensors.torch", *(f"torch.{m}" for m in TORCH), *(f"gsoftmax.{m}" for m in OURS)]
 )
 PATIENCE = 300  # seconds; only a process that hangs takes so long
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Where models are small, a second thread is mostly waited for, and the more the busier the machine is."""
+    """Models are small: a second thread costs more than it gains, and the more the busier the machine is."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -63,11 +53,8 @@ def _start(target, *args):
     return process
 
 
-# -------------------------------------------------------------------------------------------------------------- groups
-
-
 class Group:
-    """Processes that stay and call functions of a module, with a gloo group that meets in the file `store`."""
+    """Processes that call functions of a module, one after another, in a gloo group that meets in the file `store`."""
 
     def __init__(self, size: int, module: str, store: Path) -> None:
         self.pipes, theirs = zip(*(CONTEXT.Pipe() for _ in range(size)), strict=True)
@@ -85,10 +72,7 @@ class Group:
         self.process.kill()
 
     def run(self, function, *args, size: int | None = None) -> list:
-        """What function(rank, *args) gives in each of the first `size` processes.
-
-        Once one of them has failed they are all gone: others would wait for it.
-        """
+        """The results of function(rank, *args) in the first `size` processes; after an error all processes are gone."""
         pipes = self.pipes[:size]
         for pipe in pipes:
             pipe.send((function, args))
@@ -102,11 +86,11 @@ def _answer(pipe):
     try:
         return pickle.loads(pipe.recv_bytes()) if pipe.poll(PATIENCE) else (False, "no answer")
     except (EOFError, OSError):
-        return False, "gone without a word"
+        return False, "died"
 
 
 def _split(pipes, module, store) -> None:
-    """Imports the module once, then one process becomes several."""
+    """Imports the module once, then forks one process per rank."""
     importlib.import_module(module)
     for rank, pipe in enumerate(pipes):
         if os.fork() == 0:
@@ -138,20 +122,17 @@ def _obey(pipe, rank, size, store) -> None:
         os._exit(0)
     except BaseException:
         pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
-        os._exit(1)  # at once, so that those who wait for this process fail too
+        os._exit(1)  # at once, so that processes that wait for this one fail too
 
 
 def run(size: int, function, *args, store: Path) -> list:
-    """What function(rank, *args) gives in each of `size` new processes of a group that meets in the file `store`."""
+    """The results of function(rank, *args) in `size` new processes, in a group that meets in the file `store`."""
     with Group(size, function.__module__, store) as group:
         return group.run(function, *args)
 
 
-# ------------------------------------------------------------------------------------------------------------ programs
-
-
 class Program:
-    """A call as a program of its own: a session, a current folder, variables, and what it prints."""
+    """A call as a program: with its own session, current folder and environment variables, and captured output."""
 
     def __init__(self, call, *args, cwd: Path, environment=()) -> None:
         self.args = (call.__name__, *args)
@@ -159,10 +140,10 @@ class Program:
         self.process = _start(_be_a_program, call, args, cwd, {**os.environ, **dict(environment)}, self.printed)
 
     def wait(self) -> subprocess.CompletedProcess[str]:
-        """Its status and what it printed, once it has ended."""
+        """Its status and output, once it has ended."""
         self.process.join(PATIENCE)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # what it has started and left behind goes as well
+            os.killpg(self.process.pid, signal.SIGKILL)  # and processes that it left behind
         self.process.join()
         out, err = ((self.printed / name).read_text() for name in ("out", "err"))
         return subprocess.CompletedProcess(self.args, self.process.exitcode, out, err)
@@ -190,13 +171,23 @@ def script(path: Path) -> None:
 
 def gsoftmax(*argv: str) -> int:
     """As `gsoftmax ARGV`."""
-    from gsoftmax.cli import main
+    return cli.main(list(argv))
 
-    return main(list(argv))
+
+def batches_with_signal(epoch: int, batch: int, number: int):
+    """In place of build.train_batches: sends this process a signal before a batch."""
+
+    def batches(*args, original=build.train_batches):
+        for i, item in enumerate(original(*args), start=1):
+            if (args[2], i) == (epoch, batch):
+                os.kill(os.getpid(), number)
+            yield item
+
+    return batches
 
 
 def torchrun(size: int, call, *args, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """A call in processes that find the store and the variables of torchrun: the worst status, and all they print."""
+    """A call in processes with the store and the variables of torchrun: the worst status, and all their output."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     shared |= {"TORCHELASTIC_RUN_ID": uuid.uuid4().hex, "WORLD_SIZE": str(size)}

@@ -1,4 +1,4 @@
-"""Runs on several processes: the numbers of one process, one writer, everything synchronised."""
+"""Runs of several processes: the same numbers as one process, and rank 0 writes."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ def _train_and_evaluate_in_shards(*argv):
     assert processes.gsoftmax(*argv) == 0
     if os.environ["RANK"] == "0":
         os.rename("many/outputs.safetensors", "whole.safetensors")
-    evaluation.EVALUATED_WHOLE = 5  # now nobody may put ten classes together
+    evaluation.EVALUATED_WHOLE = 5  # now ten classes are too many to gather
     return processes.gsoftmax(*argv, "--resume")
 
 
 def test_classes_in_shards(tmp_path):
-    """Processes with some of the classes each train what one process trains; then measures that gather nothing."""
+    """Sharded classes train as on one process; then the evaluation that gathers nothing."""
     argv = ["train", "digits", *OPTIONS, "head=gsoftmax", "head_options.shard=class", "--out", "many"]
     done = processes.torchrun(3, _train_and_evaluate_in_shards, *argv, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -103,20 +103,13 @@ def test_classes_in_shards(tmp_path):
 
 
 def _stop_in_epoch_two(*argv):
-    original = build.train_batches
-
-    def counted(*args):
-        for i, batch in enumerate(original(*args)):
-            if args[2] == 2 and i == 5 and os.environ["RANK"] == "1":
-                os.kill(os.getpid(), signal.SIGTERM)
-            yield batch
-
-    build.train_batches = counted
+    if os.environ["RANK"] == "1":
+        build.train_batches = processes.batches_with_signal(2, 6, signal.SIGTERM)
     return processes.gsoftmax(*argv)
 
 
 def test_a_checkpoint_of_two_processes_resumes_on_three(tmp_path):
-    """Stopped by torchrun's own signal in the middle, with a mistake in between that every process must hear of."""
+    """Stopped by a signal to one rank, with a mistake in between that is re-raised on every rank."""
     argv = ["train", "digits", *OPTIONS, "head=gsoftmax", "epochs=4", "--out", "run"]
     done = processes.torchrun(2, _stop_in_epoch_two, *argv, cwd=tmp_path)
     assert done.returncode == 128 + signal.SIGTERM
@@ -165,7 +158,7 @@ def test_compare_is_not_for_torchrun(tmp_path, monkeypatch):
     assert not (tmp_path / "x").exists()
 
 
-def test_torchrun_goes_on_with_its_own_run_only(monkeypatch):
+def test_torchrun_resumes_its_own_run_only(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     assert not distributed.restarted({})
@@ -177,7 +170,7 @@ def test_torchrun_goes_on_with_its_own_run_only(monkeypatch):
     assert distributed.restarted({})
 
 
-def test_processes_agree_on_a_name_whatever_an_older_group_left_behind():
+def test_processes_agree_on_a_name_despite_an_older_group():
     store = torch.distributed.HashStore()
     for key in ("here/0", "here/1", "here/2", "heard/1", "heard/2"):
         store.set(key, "old")

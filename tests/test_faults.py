@@ -1,4 +1,4 @@
-"""Killed, stopped, damaged, locked: afterwards --resume reaches the state of a run that was never disturbed."""
+"""Killed, stopped, damaged, locked: afterwards --resume reproduces an undisturbed run bit for bit."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_a_diverging_run_keeps_the_last_good_checkpoint(call, words, tmp_path, m
     assert state["epoch"] == 1 and all(v.isfinite().all() for v in state["network"].values())
 
 
-def test_a_row_that_was_cut_off_does_not_count(undisturbed, tmp_path):
+def test_an_incomplete_row_is_ignored(undisturbed, tmp_path):
     folder = tmp_path / "run"
     interrupt(QUICK.override(DROPOUT), folder)
     with open(folder / "metrics.jsonl", "a") as file:
@@ -151,7 +151,7 @@ def test_a_row_that_was_cut_off_does_not_count(undisturbed, tmp_path):
     assert outputs(folder) == outputs(undisturbed) and not list(folder.rglob("*.partial"))
 
 
-def test_a_second_run_in_the_folder_is_refused(tmp_path, capsys, monkeypatch):
+def test_a_second_run_in_the_folder_is_rejected(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = "import sys; from gsoftmax.files import locked; from pathlib import Path\n"
     code += "with locked(Path('run')): print('held', flush=True); sys.stdin.read()"
@@ -168,20 +168,12 @@ def test_a_second_run_in_the_folder_is_refused(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_saves_and_says_how_to_go_on(number, status, undisturbed, tmp_path, capsys, monkeypatch):
+def test_a_signal_saves_and_says_how_to_continue(number, status, undisturbed, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     argv = ["train", "digits", "epochs=3", "train_fraction=0.3", "threads=1", "device=cpu", "head=gsoftmax"]
     argv += ["backbone_options.dropout=0.2", "--out", "run"]
-    original = build.train_batches
-
-    def signalled(*args):
-        for i, batch in enumerate(original(*args), start=1):
-            if args[2] == 2 and i == 3:  # of the second epoch
-                os.kill(os.getpid(), number)
-            yield batch
-
     with monkeypatch.context() as patched:
-        patched.setattr(build, "train_batches", signalled)
+        patched.setattr(build, "train_batches", processes.batches_with_signal(2, 3, number))
         before = signal.getsignal(number)
         assert main(argv) == status
         assert signal.getsignal(number) is before
@@ -193,7 +185,7 @@ def test_a_signal_saves_and_says_how_to_go_on(number, status, undisturbed, tmp_p
 
 
 def _compare_quickly(*argv):
-    """Without importing torch for each run, and without trained epochs until the signal comes: runs wait for it."""
+    """Forks its runs, which saves importing torch, and makes them wait for the signal after the first epoch."""
     multiprocessing.get_context = lambda _, find=multiprocessing.get_context: find("fork")
     original = build.train_batches
 
@@ -210,8 +202,8 @@ def _compare_quickly(*argv):
 @pytest.mark.parametrize(
     "call, epochs", [(_compare_quickly, 3), pytest.param(processes.gsoftmax, 60, marks=pytest.mark.slow)]
 )
-def test_a_comparison_goes_on_after_ctrl_c(call, epochs, tmp_path):
-    """Ctrl-C reaches the process that was started; its runs save and end, and the same command goes on."""
+def test_a_comparison_continues_after_ctrl_c(call, epochs, tmp_path):
+    """Ctrl-C reaches the parent; its runs save and end, and the same command continues them."""
     argv = ["compare", "digits", "--heads", "softmax,gsoftmax", "--seeds", "2", "--jobs", "2", "--out", "out"]
     argv += [f"epochs={epochs}", "train_fraction=0.3", "device=cpu", "threads=1"]
     (tmp_path / "cwd").mkdir()
@@ -249,16 +241,16 @@ def _start_a_worker():
         alive.write("still here")
 
 
-def test_workers_of_a_killed_comparison_do_not_live_on(tmp_path):
+def test_workers_die_with_a_killed_comparison(tmp_path):
     os.mkfifo(tmp_path / "alive")
     program = processes.Program(_start_a_worker, cwd=tmp_path)
     with open(tmp_path / "alive") as alive:
         _wait_for((tmp_path / "worker").exists)
         program.process.kill()
-        assert alive.read() == ""  # once nobody has it open
+        assert alive.read() == ""  # the end of the file: no process has it open
 
 
-def test_a_worker_of_a_pool_that_was_stopped_takes_no_other_run(monkeypatch):
+def test_a_stopped_worker_takes_no_other_run(monkeypatch):
     monkeypatch.setattr(compare, "_stopped", [])
     monkeypatch.setattr(compare, "_run", lambda *_: compare._note(signal.SIGTERM, None))
     for _ in range(2):
@@ -268,7 +260,7 @@ def test_a_worker_of_a_pool_that_was_stopped_takes_no_other_run(monkeypatch):
     compare._note(signal.SIGTERM, None)  # between two runs it is only remembered
 
 
-def test_a_signal_during_the_last_evaluation_reaches_whoever_comes_next(tmp_path, monkeypatch):
+def test_a_signal_during_the_last_evaluation_reaches_the_caller(tmp_path, monkeypatch):
     def evaluate(*args):
         os.kill(os.getpid(), signal.SIGINT)
         return original(*args)
@@ -310,7 +302,7 @@ def test_watch_leaves_ignored_signals_alone(handled):
 
 
 def test_comparisons_keep_what_is_done(tmp_path, monkeypatch):
-    """A run that fails in the middle of a comparison does not take the others with it."""
+    """A run that fails in the middle of a comparison leaves the finished ones."""
     original, calls = train.train, []
 
     def fail(config, out, **options):

@@ -58,10 +58,7 @@ def test_configuration_mistakes(changes, words):
         ({"backbone": "vgg17"}, "unknown backbone 'vgg17'"),
         ({"batch_size": 5000}, "batch_size must be at most the 389 training rows of digits, got 5,000"),
         ({"schedule": {"name": "linspace", "a": 1}}, "schedule 'linspace': .* missing .* 'b'"),
-        (
-            {"schedule": {"name": "staircase", "steps": {}, "x": 1}},
-            "schedule 'staircase': .* unexpected .* 'x'",
-        ),
+        ({"schedule": {"name": "staircase", "steps": {}, "x": 1}}, "schedule 'staircase': .* unexpected .* 'x'"),
         ({"device": "cudaa"}, "device 'cudaa' cannot be used"),
         ({"evaluate_on": "val"}, "no validation split"),
         ({"data": "digit"}, "digit"),
@@ -99,7 +96,7 @@ def outputs(folder):
 
 
 @pytest.mark.parametrize("head", ["softmax", "lsoftmax", "gsoftmax"])
-def test_two_runs_are_identical_and_a_stopped_one_goes_on_exactly(head, tmp_path, monkeypatch):
+def test_two_runs_are_identical_and_a_stopped_one_resumes_exactly(head, tmp_path, monkeypatch):
     config = QUICK.override({"head": head, "ema": 0.9, "backbone_options": {"dropout": 0.2}, "accumulate": 2})
     if head == "gsoftmax":
         config = config.override({"head_options": {"gaussians": "tracked"}, "init": "data"})
@@ -221,13 +218,13 @@ def test_compare_pairs_seeds_and_agrees_with_scipy(tmp_path):
 
 
 def test_a_head_in_the_current_folder_is_found_and_the_path_stays(tmp_path, monkeypatch):
-    (tmp_path / "lying_here.py").write_text(OWN_HEAD)
+    (tmp_path / "own_head_here.py").write_text(OWN_HEAD)
     monkeypatch.chdir(tmp_path)
     before = list(sys.path)
-    assert heads.find("lying_here:Scaled").__name__ == "Scaled" and sys.path == before
+    assert heads.find("own_head_here:Scaled").__name__ == "Scaled" and sys.path == before
     monkeypatch.syspath_prepend(tmp_path)
     before = list(sys.path)
-    assert heads.find("lying_here:Scaled") and sys.path == before
+    assert heads.find("own_head_here:Scaled") and sys.path == before
 
 
 @pytest.mark.parametrize("form", ["paired", "independent", "printed", "msml"])
@@ -256,8 +253,8 @@ class Scaled(SoftmaxHead):
 """
 
 
-def test_a_users_own_head_joins_whatever_the_number_of_jobs(tmp_path, monkeypatch):
-    """Its file is found by the processes of two jobs, which train what one trains."""
+def test_a_users_own_head_gives_the_same_with_any_number_of_jobs(tmp_path, monkeypatch):
+    """The workers of two jobs find its file."""
     (tmp_path / "own_head.py").write_text(OWN_HEAD)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -311,7 +308,7 @@ def test_every_recipe_passes_its_smoke_run(name, tmp_path, capsys, monkeypatch):
     assert all(math.isfinite(result[k]) for k in ("nll", "ece")) and "smoke" in out
 
 
-def test_outside_data_are_told_apart_and_the_table_says_how_well(tmp_path):
+def test_ood_detection_is_in_the_summary_and_its_table(tmp_path):
     config = Config(epochs=3, ood="digits-mosaic", threads=1)
     summary = compare.compare(config, ["softmax", "gsoftmax"], 2, tmp_path, jobs=1)
     found = summary["metrics"]["ood_probability digits-mosaic"]
@@ -323,7 +320,7 @@ def test_outside_data_are_told_apart_and_the_table_says_how_well(tmp_path):
     assert "ood_learned digits-mosaic" in result and len(outputs["x"]) == 500
 
 
-def test_outside_data_that_cannot_be_ranked_cost_no_run(tmp_path, monkeypatch):
+def test_ood_scores_that_fail_do_not_cost_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(ood, "detection", Mock(side_effect=ValueError("nothing to rank")))
     with pytest.warns(UserWarning, match="ood was left out: nothing to rank"):
         result = train.train(Config(epochs=1, ood="digits-mosaic"), tmp_path / "run")
@@ -369,8 +366,8 @@ def test_a_failed_capture_is_one_line(monkeypatch):
     ("name", "shape", "options"),
     [("cnn", (1, 8, 8), {}), ("resnet9", (3, 32, 32), {"widths": (8, 16, 16), "fused": False})],
 )
-def test_a_recorded_step_is_the_same_step(name, shape, options, monkeypatch):
-    """Two equal networks, one of them recorded, in turns through the same steps and through evaluation."""
+def test_a_captured_step_is_the_same_step(name, shape, options, monkeypatch):
+    """Two equal networks, one of them captured, take the same steps and evaluations in turn."""
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # products of matrices have it off anyway
