@@ -1,7 +1,4 @@
-"""The step of tracked Gaussians as one kernel, on a GPU where there is one and otherwise in Triton's interpreter.
-
-What runs where is in `interpreter.py`.
-"""
+"""The step of tracked Gaussians as one kernel, on a GPU or in Triton's interpreter (see `interpreter.py`)."""
 
 from __future__ import annotations
 
@@ -80,8 +77,6 @@ def test_the_kernel_compiles_for_a_gpu_that_is_not_there(tmp_path):
     assert "compiled" in run_python(COMPILE, TRITON_CACHE_DIR=str(tmp_path))
 
 
-# ------------------------------------------------------------------------------------------------ inside, on the kernel
-
 if INSIDE:
     from gsoftmax.kernels import triton_track
     from gsoftmax.kernels.launching import Plan
@@ -129,7 +124,7 @@ def outputs(*shape, dtype="float32", seed=1):
 
 
 def labels_of(rows, classes, ignored, seed=2, dtype=torch.int64):
-    """Labels of which every third is to be ignored."""
+    """Labels, every third of them ignored."""
     target = torch.randint(0, classes, (rows,), generator=torch.Generator().manual_seed(seed))
     target[::3] = ignored
     return target.to(DEVICE, dtype)
@@ -159,7 +154,7 @@ def close(got, expected, rows=0, relative=2e-6):
 
 
 def stepped(layer, x, *rest):
-    """Takes the step; checks that what is given back are the layer's own values after it, in tensors of their own."""
+    """One step; checks that it returns copies of the layer's values after it."""
     mu, sigma = layer.current(x, *rest)
     assert mu.dtype == sigma.dtype == torch.float32 and mu.shape == sigma.shape == (layer.num_classes,)
     assert not mu.requires_grad and not sigma.requires_grad
@@ -167,6 +162,13 @@ def stepped(layer, x, *rest):
     rounding = 2**-22 + layer.rho.abs().max().item() * 2**-24  # of exp, and of the rho that it is given
     torch.testing.assert_close(sigma, layer.sigma, rtol=rounding, atol=0)
     return mu, sigma
+
+
+def step_and_compare(layer, x, counted, *rest, rows=None):
+    """One step, against the mixture in float64 with the rows that are not ignored."""
+    expected = mixture(values(layer.mu), values(layer.sigma), values(counted), layer.momentum)
+    for got, wanted in zip(stepped(layer, x, *rest), expected, strict=True):
+        close(got, wanted, rows or len(counted))
 
 
 SHAPES = [(11, 37), (5, 3), (1, 2), (70, 16), (1030, 10), (9, 1), (300, 33)]
@@ -178,10 +180,8 @@ def check_a_step_is_the_mixture_in_float64(tiles, launches, shape, dtype):
     if tiles == "small tiles":
         shape = (min(shape[0], 70), shape[1])  # nine of them down the rows
     for m in (0.02, 0.7, 1):
-        layer, x = layer_of(shape[1], momentum=m), outputs(*shape, dtype=dtype)
-        expected = mixture(values(layer.mu), values(layer.sigma), values(x), m)
-        for got, wanted in zip(stepped(layer, x), expected, strict=True):
-            close(got, wanted, shape[0])
+        x = outputs(*shape, dtype=dtype)
+        step_and_compare(layer_of(shape[1], momentum=m), x, x)
     assert len(launches) == 3
 
 
@@ -189,13 +189,10 @@ def check_a_step_is_the_mixture_in_float64(tiles, launches, shape, dtype):
 @pytest.mark.parametrize("shape", [(11, 37), (8, 3), (130, 10)], ids=str)
 def check_ignored_rows_do_not_matter_whatever_they_hold(tiles, launches, shape, ignored):
     x, target = outputs(*shape), labels_of(*shape, ignored)
-    counts = values(target) != ignored
+    counts = target != ignored
     assert 0 < counts.sum() < len(counts)
-    x[~torch.from_numpy(counts).to(DEVICE)] = float("nan")
-    layer = layer_of(shape[1])
-    expected = mixture(values(layer.mu), values(layer.sigma), values(x)[counts], 0.3)
-    for got, wanted in zip(stepped(layer, x, target, ignored), expected, strict=True):
-        close(got, wanted, shape[0])
+    x[~counts] = float("nan")
+    step_and_compare(layer_of(shape[1]), x, x[counts], target, ignored, rows=shape[0])
     assert len(launches) == 1
 
 
@@ -234,24 +231,17 @@ def check_any_strides(tiles, launches, kind):
     x = outputs(21, 18)
     rows = {"one row again and again": x[:1], "no rows": x[:1]}.get(kind, x)
     for m in (0.3, 0.9):
-        layer = layer_of(18, momentum=m)
-        expected = mixture(values(layer.mu), values(layer.sigma), values(rows), m)
-        for got, wanted in zip(stepped(layer, LAYOUTS[kind](x)), expected, strict=True):
-            close(got, wanted, 21)
+        step_and_compare(layer_of(18, momentum=m), LAYOUTS[kind](x), rows, rows=21)
     assert len(launches) == 2
 
 
 def check_labels_in_any_shape(tiles, launches):
     x = outputs(21, 18)
     target = labels_of(21, 18, -100)
-    kept = values(x)[values(target) != -100]
     images = x.view(7, 3, 1, 18).permute(0, 3, 1, 2)
     every_second = target.repeat_interleave(2)[::2]
     for outs, labels in ((images, target.view(7, 3, 1)), (x, every_second), (x, target.int())):
-        layer = layer_of(18)
-        expected = mixture(values(layer.mu), values(layer.sigma), kept, 0.3)
-        for got, wanted in zip(stepped(layer, outs, labels), expected, strict=True):
-            close(got, wanted, 21)
+        step_and_compare(layer_of(18), outs, x[target != -100], labels, rows=21)
     assert len(launches) == 3
     layer = layer_of(18)
     before = layer.mu.clone()
@@ -266,14 +256,13 @@ def check_a_class_that_is_not_finite_keeps_its_gaussian_and_the_others_move(tile
     x[4, 17], x[12, 34], x[0, 0] = bad, bad, bad
     mu, rho = layer.mu.clone(), layer.rho.clone()
     stepped(layer, x)
-    for c in range(35):
-        same = clean if c not in (0, 17, 34) else None
-        assert layer.mu[c] == (mu[c] if same is None else same.mu[c])
-        assert layer.rho[c] == (rho[c] if same is None else same.rho[c])
+    kept = torch.isin(torch.arange(35), torch.tensor([0, 17, 34])).to(DEVICE)
+    assert torch.equal(layer.mu, torch.where(kept, mu, clean.mu))
+    assert torch.equal(layer.rho, torch.where(kept, rho, clean.rho))
     assert (clean.mu != mu).all() and len(launches) == 2
 
 
-def check_no_row_that_counts_moves_nothing(tiles, launches):
+def check_ignoring_every_row_changes_nothing(tiles, launches):
     layer = layer_of(20)
     mu, rho = layer.mu.clone(), layer.rho.clone()
     stepped(layer, outputs(6, 20), torch.full((6,), -100, device=DEVICE))
@@ -374,7 +363,7 @@ def check_two_forward_passes_before_one_backward(launches):
     assert x.grad.isfinite().all() and len(launches) == 2
 
 
-def check_a_graph_that_has_saved_the_buffers_hears_of_a_step(launches):
+def check_a_step_bumps_the_version_of_saved_buffers(launches):
     layer, x = layer_of(5), outputs(4, 5).requires_grad_()
     pending = (x * layer.mu * layer.rho).sum()
     layer.current(x)
@@ -431,7 +420,7 @@ def check_what_the_kernel_does_not_take_is_left_to_torch(launches, monkeypatch):
     same(layer_of(4), x.to(DEVICE).as_subclass(type("Other", (torch.Tensor,), {})))
 
 
-def check_a_transform_of_torch_func_is_refused_by_torch_as_ever(launches):
+def check_torch_func_raises_torchs_error(launches):
     layer = layer_of(4)
     with pytest.raises(RuntimeError, match="in-place operation"):
         torch.func.grad(lambda v: layer(v).sum())(outputs(6, 4))

@@ -1,7 +1,4 @@
-"""The Triton kernels, on a GPU where there is one and otherwise in Triton's interpreter.
-
-What runs where is in `interpreter.py`.
-"""
+"""The Triton kernels, on a GPU or in Triton's interpreter (see `interpreter.py`)."""
 
 from __future__ import annotations
 
@@ -83,6 +80,20 @@ def close_loss(got, expected, eps=2e-6):
     assert ((got.double() - expected).abs() <= eps * (expected.abs() + 1)).all()
 
 
+def agree(got, expected, tolerance=2e-6):
+    """The loss, and all gradients."""
+    close_loss(got[0].detach(), expected[0].detach(), tolerance)
+    for a, b in zip(got[1:], expected[1:], strict=True):
+        close(a, b, tolerance)
+
+
+def forward_only(x, target, mu, sigma, **options):
+    """The loss of the kernels and of float64."""
+    rest = (1.0, Options(**options))
+    labels = target if target.is_floating_point() else target.long()
+    return triton_ce.cross_entropy(x, target, mu, sigma, *rest), exact(x, labels, mu, sigma, *rest)[0].detach()
+
+
 OPTIONS = [
     {},
     {"reduction": "sum", "lam": 4.0},
@@ -109,18 +120,12 @@ def check_every_option_against_float64(tiles, shape, options):
         target.fill_(0)
     if options.pop("weight", False):
         options["weight"] = torch.rand(shape[1], device=DEVICE) + 0.1
-    got, expected = both(x, target, mu, sigma, **options)
-    close_loss(got[0], expected[0])
-    for a, b in zip(got[1:], expected[1:], strict=True):
-        close(a, b)
+    agree(*both(x, target, mu, sigma, **options))
 
 
 @pytest.mark.parametrize("shape", [(3, 1024), (2, 1025), (3, 2500), (70, 40)], ids=str)
 def check_the_tiles_that_are_chosen(shape):
-    got, expected = both(*table(*shape))
-    close_loss(got[0], expected[0])
-    for a, b in zip(got[1:], expected[1:], strict=True):
-        close(a, b)
+    agree(*both(*table(*shape)))
 
 
 # The interpreter truncates to bfloat16 where a GPU rounds.
@@ -141,9 +146,9 @@ def check_half_precision_is_rounded_once(tiles, dtype, eps, reduction):
 def check_autocast_keeps_the_loss_in_float32():
     x, target, mu, sigma = table(4, 9, dtype="bfloat16")
     with torch.autocast(DEVICE, torch.bfloat16):
-        loss = triton_ce.cross_entropy(x, target, mu, sigma, 1.0, Options(reduction="none"))
+        loss, expected = forward_only(x, target, mu, sigma, reduction="none")
     assert loss.dtype == torch.float32
-    close_loss(loss, exact(x, target, mu, sigma, 1.0, Options(reduction="none"))[0].detach())
+    close_loss(loss, expected)
 
 
 @pytest.mark.parametrize("layout", ["transposed", "every other column", "every other row", "offset", "row repeated"])
@@ -163,25 +168,21 @@ def check_strides(tiles, layout):
         x = x[:1].expand(9, 35)
     before = x.clone()
     x.requires_grad_()  # as it lies: a clone would be contiguous
-    loss = triton_ce.cross_entropy(x, target, mu, sigma, 1.0, Options(reduction="sum", label_smoothing=0.1))
-    dx = torch.autograd.grad(loss, x)[0]
-    loss64, theirs = exact(before, target, mu, sigma, 1.0, Options(reduction="sum", label_smoothing=0.1))
-    loss64.backward()
-    close_loss(loss.detach(), loss64.detach())
-    close(dx, theirs[0].grad)
+    rest = (1.0, Options(reduction="sum", label_smoothing=0.1))
+    loss = triton_ce.cross_entropy(x, target, mu, sigma, *rest)
+    loss64, theirs = exact(before, target, mu, sigma, *rest)
+    agree([loss, *torch.autograd.grad(loss, x)], [loss64, *torch.autograd.grad(loss64, theirs[:1])])
     assert torch.equal(x.detach(), before)
 
 
 def check_probabilities_with_strides(tiles):
     x, target, mu, sigma = table(6, 21, kind="probability")
     target = target.t().contiguous().t()
-    got, expected = both(x, target, mu, sigma)
-    close_loss(got[0], expected[0])
-    close(got[1], expected[1])
+    agree(*both(x, target, mu, sigma))
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def check_rows_that_do_not_count(tiles, smoothing):
+def check_ignored_rows(tiles, smoothing):
     x, target, mu, sigma = table(7, 20)
     target[2:5] = -100
     x[3, 4] = -float("inf")
@@ -257,16 +258,12 @@ def check_other_shapes(shape, reduction, kind):
     expected = F.cross_entropy(z, target, reduction=reduction, label_smoothing=0.1)
     loss.backward(torch.ones_like(loss))
     expected.backward(torch.ones_like(expected))
-    close_loss(loss.detach(), expected.detach())
-    close(got[0].grad, x64.grad)
-    close(got[1].grad, mu64.grad)
+    agree([loss, got[0].grad, got[1].grad], [expected, x64.grad, mu64.grad])
 
 
 def check_targets_of_one_byte():
     x, target, mu, sigma = table(6, 200)
-    target = target.clamp(0).to(torch.uint8)
-    loss = triton_ce.cross_entropy(x, target, mu, sigma, 1.0, Options(reduction="none"))
-    close_loss(loss, exact(x, target.long(), mu, sigma, 1.0, Options(reduction="none"))[0].detach())
+    close_loss(*forward_only(x, target.clamp(0).to(torch.uint8), mu, sigma, reduction="none"))
 
 
 def check_a_retained_graph_gives_the_same_twice_and_owns_nothing():
@@ -339,12 +336,9 @@ def check_compile_takes_the_public_function():
     x, target, mu, sigma = (v.requires_grad_(v.is_floating_point()) for v in table(6, 20))
     compiled = torch.compile(functional.gsoftmax_cross_entropy, fullgraph=True, backend="aot_eager")
     loss = compiled(x, target, mu, sigma, 2.0, impl="triton")
-    loss.backward()
     expected, leaves = exact(x, target, mu, sigma, 2.0, Options())
-    expected.backward()
-    close_loss(loss.detach(), expected.detach())
-    for v, w in zip((x, mu, sigma), leaves, strict=True):
-        close(v.grad, w.grad)
+    gradients, exact_gradients = torch.autograd.grad(loss, (x, mu, sigma)), torch.autograd.grad(expected, leaves)
+    agree([loss, *gradients], [expected, *exact_gradients])
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of opcheck's own
@@ -383,11 +377,12 @@ def check_calls_like_one_before(monkeypatch):
     """They skip the checks; what is not like it, or goes wrong, does not."""
     monkeypatch.setattr(kernels, "_checked", {})
     choose = kernels._choose
-    monkeypatch.setattr(
-        kernels,
-        "_choose",
-        lambda *a: ("triton", "") if not checks.under_transform() and a[2][0].ndim == 2 else choose(*a),
-    )
+
+    def on_a_gpu(impl, lam, tensors):
+        usable = not checks.under_transform() and tensors[0].ndim == 2
+        return ("triton", "") if usable else choose(impl, lam, tensors)
+
+    monkeypatch.setattr(kernels, "_choose", on_a_gpu)
     cached_call, count = kernels.cached_call, []
 
     def counting(*args):
@@ -402,10 +397,7 @@ def check_calls_like_one_before(monkeypatch):
         leaves = [v.requires_grad_() for v in (x, mu, sigma)]
         loss64, theirs = exact(x, target, mu, sigma, 1.5, Options(label_smoothing=0.1))
         loss = call(x, target, mu, sigma, 1.5, label_smoothing=0.1)
-        close_loss(loss.detach(), loss64.detach())
-        expected = torch.autograd.grad(loss64, theirs)
-        for got, want in zip(torch.autograd.grad(loss, leaves), expected, strict=True):
-            close(got, want)
+        agree([loss, *torch.autograd.grad(loss, leaves)], [loss64, *torch.autograd.grad(loss64, theirs)])
     assert count == [False, True, True] and len(kernels._checked) == 1
     call(x, target, mu, sigma, 1.5)  # another kind
     call(x, target, mu, sigma, 2, label_smoothing=0.1)
@@ -484,11 +476,9 @@ def check_a_margin_chunk_by_chunk(monkeypatch, reduction):
     exact_leaves = [v.double().requires_grad_() for v in (h, weight)]
     expected = F.cross_entropy(functional.large_margin_logits(*exact_leaves, target, 3, 0.5), target, **options)
     grad = torch.rand(expected.shape, device=DEVICE)
-    loss.backward(grad)
-    expected.backward(grad.double())
+    got = [loss, *torch.autograd.grad(loss, leaves, grad)]
+    agree(got, [expected, *torch.autograd.grad(expected, exact_leaves, grad.double())], 1e-5)
     close_loss(loss.detach(), expected.detach(), 3e-6)
-    for a, b in zip(leaves, exact_leaves, strict=True):
-        close(a.grad, b.grad, 1e-5)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 3e-6), ("bfloat16", 1.5e-2), ("float16", 2e-3)])
@@ -510,12 +500,9 @@ def check_the_linear_layer_in_one(monkeypatch, options, dtype, tolerance):
     z = x + rest[0] * torch.special.ndtr((x - exact_leaves[3]) / exact_leaves[4])
     expected = F.cross_entropy(z, target, **options)
     grad = torch.rand(expected.shape, device=DEVICE).to(loss.dtype)
-    loss.backward(grad)
-    expected.backward(grad.double())
-    close_loss(loss.detach(), expected.detach(), tolerance)
-    for a, b in zip(leaves, exact_leaves, strict=True):
-        assert a.grad.dtype == a.dtype
-        close(a.grad, b.grad, tolerance)
+    gradients = torch.autograd.grad(loss, leaves, grad)
+    assert [g.dtype for g in gradients] == [v.dtype for v in leaves]
+    agree([loss, *gradients], [expected, *torch.autograd.grad(expected, exact_leaves, grad.double())], tolerance)
 
 
 test_on_the_kernels = in_another_process(__file__, globals())

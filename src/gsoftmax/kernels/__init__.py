@@ -188,7 +188,9 @@ def _choose(
     auto, device = impl == "auto", tensors[0].device.type
     reasons: list[str] = []
     for path in _ORDER.get(device, ()) if auto else (impl,):
-        why = _unsupported(path, lam, tensors, names) or (_slower(path, tensors[0], names) if auto else "")
+        why = _unsupported(path, lam, tensors, names)
+        if not why and auto and path != "native":
+            why = _slower(path, tensors[0], names)
         if not why:
             return path, reasons[-1] if reasons else why_first or _WHY[path] if auto else f"impl={impl!r}"
         reasons.append(why)

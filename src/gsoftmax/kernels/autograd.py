@@ -47,32 +47,34 @@ class Loss:
 
 class _Node(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: Loss, *inputs: Any) -> Tensor:
-        need, x = ctx.needs_input_grad[1:], inputs[0]
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        *inputs, loss = arguments
+        x, need = inputs[0], ctx.needs_input_grad[:-1]
         early = loss.early(x)
         value, *gradients = loss(inputs, need if early else (False,) * len(need))
         # The last two for their version: an error if they are changed in place.
         ctx.save_for_backward(*inputs, loss.target, loss.options.weight)
         ctx.loss, ctx.ready = loss, [gradients] if early else []
-        return equations.loss_dtype(value, x)
+        return value if value.dtype is x.dtype else equations.loss_dtype(value, x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        need, differentiable = ctx.needs_input_grad[1:], torch.is_grad_enabled()
+        differentiable = torch.is_grad_enabled()
         if ctx.ready and not differentiable:
             gradients = ctx.ready.pop()
             if not grad.is_cpu or grad.item() != 1:
                 for v in gradients:
                     if v is not None:
                         v.mul_(grad)
-            return None, *gradients
+            return *gradients, None
+        need = ctx.needs_input_grad[:-1]
         inputs = ctx.saved_tensors[: len(need)]
         if not differentiable:
-            return None, *ctx.loss(inputs, need, grad)[1:]
+            return *ctx.loss(inputs, need, grad)[1:], None
         value = ctx.loss.plain(*inputs).to(grad.dtype)
         wanted = [v for v, needed in zip(inputs, need, strict=True) if needed]
         found = iter(torch.autograd.grad(value, wanted, grad, create_graph=True))
-        return None, *(next(found) if needed else None for needed in need)
+        return *(next(found) if needed else None for needed in need), None
 
 
 # `_Node.apply` without the check for torch.func transforms, which are excluded before a fused loss is chosen.
@@ -84,5 +86,6 @@ def apply(loss: Loss, *inputs: Any) -> Tensor:
     if torch.is_grad_enabled():
         for v in inputs:
             if v is not None and v.requires_grad:
-                return _apply(loss, *inputs)
-    return equations.loss_dtype(loss(inputs, (False,) * len(inputs))[0], inputs[0])
+                return _apply(*inputs, loss)
+    value = loss(inputs, (False,) * len(inputs))[0]
+    return value if value.dtype is inputs[0].dtype else equations.loss_dtype(value, inputs[0])

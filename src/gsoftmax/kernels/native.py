@@ -151,7 +151,8 @@ def evaluate(
     row_grad, scale = None, 1.0
     if reduction == "none":
         loss = _empty(shape[:1] + shape[2:] if dims > 1 else (), dtype=torch.float32)
-        row_grad = None if grad is None else grad.to(torch.float32).expand(loss.shape).contiguous()
+        if grad is not None:
+            row_grad = (grad if grad.ndim == loss.ndim else grad.expand(loss.shape)).to(torch.float32).contiguous()
     else:
         loss = _empty_like(_NUMBER)
         scale = 1.0 if grad is None else float(grad)
