@@ -113,10 +113,12 @@ def test_options(path: str, shape: tuple[int, ...]) -> None:
         assert_close(seen, run("plain", x, target, mu, sigma, grad=grad, dtype=torch.float64, **options), 5e-6, 0.05)
 
 
-def test_many_rows_and_many_classes(path: str) -> None:
-    for shape in ((3001, 11), (5, 30011)):
-        args = example(*shape)
-        assert_close(run(path, *args), run("plain", *args, dtype=torch.float64))
+@pytest.mark.parametrize("shape, lams", [((3001, 11), [1.3]), ((5, 30011), [1.3]), ((20, 30), [1e-3, 1, 40, 300])])
+def test_sizes_and_lam(path: str, shape: tuple[int, ...], lams: list[float]) -> None:
+    args = example(*shape)
+    for lam in lams:
+        seen, expected = run(path, *args, lam=lam), run("plain", *args, lam=lam, dtype=torch.float64)
+        assert_close(seen, expected, 3e-6 if lam == 1.3 else 1e-5)
 
 
 def test_long_sums(path: str) -> None:
@@ -145,45 +147,30 @@ def test_all_ignored(path: str) -> None:
     assert run(path, x, torch.full_like(target, -100), mu, sigma, reduction="sum")[0] == 0
 
 
-@pytest.mark.parametrize("impl", ("auto", "native", "chunked"))
-def test_empty_batch(impl: str) -> None:
-    x, target, mu, sigma = torch.zeros(0, 5), torch.zeros(0, dtype=torch.long), torch.zeros(5), torch.ones(5)
-    if impl == "auto":
-        assert gsoftmax_cross_entropy(x, target, mu, sigma).isnan()
-        assert gsoftmax_cross_entropy(x, target, mu, sigma, reduction="sum") == 0
-        assert gsoftmax_cross_entropy(x, target, mu, sigma, reduction="none").shape == (0,)
-    else:
+def test_empty_batch() -> None:
+    args = torch.zeros(0, 5), torch.zeros(0, dtype=torch.long), torch.zeros(5), torch.ones(5)
+    assert gsoftmax_cross_entropy(*args).isnan()
+    assert gsoftmax_cross_entropy(*args, reduction="sum") == 0
+    assert gsoftmax_cross_entropy(*args, reduction="none").shape == (0,)
+    for impl in PATHS:
         with pytest.raises(ValueError, match="x is empty"):
-            gsoftmax_cross_entropy(x, target, mu, sigma, impl=impl)
+            gsoftmax_cross_entropy(*args, impl=impl)
 
 
 # -------------------------------------------------------------------------------------------- numbers at their extremes
 
 
-def test_lam(path: str) -> None:
-    args = example(20, 30)
-    for lam in (1e-3, 1.0, 40.0, 300.0):
-        assert_close(run(path, *args, lam=lam), run("plain", *args, lam=lam, dtype=torch.float64), 1e-5)
-
-
 def test_masked_classes(path: str) -> None:
-    x, target, mu, sigma = example(6, 40)
-    x[:, 5:30] = -INF
-    target = torch.arange(6) % 5
-    seen = run(path, x, target, mu, sigma)
-    assert_close(seen, run("plain", x, target, mu, sigma, dtype=torch.float64))
-    assert all(v.isfinite().all() for v in seen)
-
-
-def test_masked_tile_and_masked_label(path: str) -> None:
+    """Some of a tile, whole tiles, and the label itself, whose loss is infinite."""
     x, target, mu, sigma = example(3, 3000)
-    x[:, :2048] = -INF  # whole tiles of classes without one that counts
+    x[:, :2048] = -INF
+    x[:, 2100:2150] = -INF
     target = torch.tensor([2500, 10, 2999])
     for options in ({}, {"label_smoothing": 0.1}):
         seen = run(path, x, target, mu, sigma, reduction="none", **options)
         assert_close(seen, run("plain", x, target, mu, sigma, reduction="none", dtype=torch.float64, **options))
         assert all(v.isfinite().all() for v in seen[1:])
-        assert seen[0][1] == INF
+        assert seen[0].isinf().tolist() == [options != {}, True, options != {}]
 
 
 def test_rows_without_a_softmax(path: str) -> None:
@@ -202,20 +189,15 @@ def test_rows_without_a_softmax(path: str) -> None:
     assert not seen[1][bad].any()
 
 
-@pytest.mark.parametrize("sigma", (1e-6, 1e-3, 1e3, 1e30))
+@pytest.mark.parametrize("sigma", (1e-40, 1e-6, 1e-3, 1e3, 1e30))
 def test_sigma(path: str, sigma: float) -> None:
     x, target, mu, _ = example(12, 9)
-    x[0, 0] = mu[0]  # the one place where a narrow Gaussian has a slope
+    x[0, : 9 if sigma == 1e-40 else 1] = mu[: 9 if sigma == 1e-40 else 1]  # only there a narrow Gaussian has a slope
     args = x, target, mu, torch.full_like(mu, sigma)
     seen = run(path, *args)
     assert all(v.isfinite().all() for v in seen)
-    assert_close(seen, run("plain", *args, dtype=torch.float64))
-
-
-def test_the_smallest_sigma_is_finite(path: str) -> None:
-    x, target, mu, _ = example(12, 9)
-    x[0] = mu
-    assert all(v.isfinite().all() for v in run(path, x, target, mu, torch.full_like(mu, 1e-40)))
+    if sigma > 1e-40:  # whose slope is beyond float32
+        assert_close(seen, run("plain", *args, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("offset", (-1e4, 1e4))
@@ -330,17 +312,11 @@ def test_layouts(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert_close(run(path, x, apart, *spread), run(path, x, other, mu, sigma), 1e-6)
 
 
-def test_expanded_input(path: str) -> None:
-    x, target, mu, sigma = example(1, 12)
-    target = torch.arange(6)
-    seen = run(path, x.expand(6, 12), target, mu, sigma)
-    assert_close(seen, run(path, x.expand(6, 12).contiguous(), target, mu, sigma), 1e-6)
-
-
-def test_inputs_stay_untouched(path: str) -> None:
-    args = example(40, 1100)
+def test_expanded_input_and_inputs_stay_untouched(path: str) -> None:
+    x, _, mu, sigma = example(1, 1100)
+    args = x.expand(6, 1100), torch.arange(6), mu, sigma
     before = [v.clone() for v in args]
-    run(path, *args)
+    assert_close(run(path, *args), run(path, *before), 1e-6)
     assert all(torch.equal(a, b) for a, b in zip(args, before, strict=True))
 
 
@@ -415,19 +391,15 @@ def test_everything_is_written(path: str, monkeypatch: pytest.MonkeyPatch, shape
             fill(-6, 0)
 
 
-def test_no_memory_beyond_the_row_is_touched(compiled: None) -> None:
+def test_no_memory_beyond_the_row_is_touched(compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows inside a larger tensor: what lies between and around them stays."""
     x, target, mu, sigma = example(6, 13)
     room = torch.full((8, 20), 123.0)
     room[1:7, 3:16] = x
     view = room[1:7, 3:16]
-    native_empty_like = native._empty_like
     out = torch.full((8, 20), 77.0)
-    try:
-        native._empty_like = lambda v: out[1:7, 3:16] if v.ndim == 2 else native_empty_like(v)
-        _, dx, _, _ = native.evaluate(view, target, mu, sigma, 1.3, Options(), (True, True, True))
-    finally:
-        native._empty_like = native_empty_like
+    monkeypatch.setattr(native, "_empty_like", lambda v: out[1:7, 3:16] if v.ndim == 2 else torch.empty_like(v))
+    _, dx, _, _ = native.evaluate(view, target, mu, sigma, 1.3, Options(), (True, True, True))
     expected = run("plain", x, target, mu, sigma, dtype=torch.float64)[1]
     assert (dx - expected).abs().max() < 1e-6
     out[1:7, 3:16] = 77.0

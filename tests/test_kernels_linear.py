@@ -1,4 +1,4 @@
-"""The linear layer and the loss in one, on a CPU; test_kernels_triton.py has it with the Triton kernels."""
+"""The fused linear layer and loss on a CPU; test_kernels_triton.py tests it with the Triton kernels."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gsoftmax import functional
+from gsoftmax import functional, kernels
 from gsoftmax.checks import Options
+from gsoftmax.heads import LSoftmaxHead
 from gsoftmax.kernels import chunked, linear, native
 from gsoftmax.kernels.linear import Linear
 
@@ -116,12 +117,20 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_x_never_exists_whole():
-    values, target = inputs()
+@pytest.mark.parametrize("margin", [False, True])
+def test_x_never_exists_whole(margin):
+    values, target = inputs(bias=not margin)
+    target_logit = torch.randn(N, requires_grad=True) if margin else None
     with Largest() as largest:
-        loss, _ = ours(values, target)
+        loss, _ = ours(values, target, target_logit=target_logit)
         loss.backward()
     assert 5 * C <= largest.size <= 3 * 5 * C < N * C  # pure torch has three tables of a chunk's size
+    if margin:
+        assert target_logit.grad.count_nonzero() == N - 1  # one row is ignored
+        h, weight, _, mu, sigma = values  # which need no gradient now
+        layer = Linear(h, weight, None, target_logit)
+        alone = linear.linear_cross_entropy(layer, target, mu, sigma, 1.0, Options(), chunked.evaluate)
+        assert torch.equal(*torch.autograd.grad(alone, target_logit), target_logit.grad)
 
 
 def test_chunks_are_even_and_cover_all_rows():
@@ -130,19 +139,6 @@ def test_chunks_are_even_and_cover_all_rows():
         assert [i for s in cut for i in range(s.start, s.stop)] == list(range(rows))
         sizes = [s.stop - s.start for s in cut]
         assert min(sizes[:-1], default=sizes[0]) == max(sizes)
-
-
-def test_lam_zero_is_plain_softmax():
-    values, target = inputs()
-    loss, leaves = ours(values, target, 0.0)
-    loss.backward()
-    h, weight, bias = (v.detach().clone().requires_grad_() for v in values[:3])
-    expected = F.cross_entropy(F.linear(h, weight, bias), target)
-    expected.backward()
-    torch.testing.assert_close(loss, expected)
-    for a, b in zip(leaves[:3], (h, weight, bias), strict=True):
-        torch.testing.assert_close(a.grad, b.grad)
-    assert (leaves[3].grad == 0).all() and (leaves[4].grad == 0).all()
 
 
 def test_a_loss_scale_reaches_float16_before_it_rounds(monkeypatch):
@@ -180,7 +176,7 @@ def test_a_retained_graph_gives_the_same_twice():
     loss, leaves = ours(values, target)
     first = [g.clone() for g in torch.autograd.grad(loss, leaves, retain_graph=True)]
     for g in torch.autograd.grad(loss, leaves, retain_graph=True):
-        g.zero_()  # whoever gets a gradient may do with it what they like
+        g.zero_()  # the caller may change the gradients it gets
     for a, b in zip(first, torch.autograd.grad(loss, leaves), strict=True):
         assert torch.equal(a, b)
 
@@ -217,7 +213,7 @@ def test_autocast_works_as_in_linear():
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_nothing_counts(path):
+def test_every_row_ignored(path):
     values, target = inputs()
     target[:] = -100
     loss, leaves = ours(values, target, 1.0, Options(label_smoothing=0.1), path)
@@ -296,21 +292,6 @@ def test_a_margin_far_from_the_label_keeps_its_digits():
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-6)
 
 
-def test_the_logits_of_a_margin_never_exist_whole():
-    values, target = inputs(bias=False)
-    own = torch.randn(N, requires_grad=True)
-    with Largest() as largest:
-        loss, _ = ours(values, target, 0.0, target_logit=own)
-        loss.backward()
-    assert 5 * C <= largest.size <= 3 * 5 * C < N * C and own.grad.count_nonzero() == N - 1  # one row does not count
-    h, weight, _, mu, sigma = values  # which need no gradient now
-    loss = linear.linear_cross_entropy(
-        Linear(h, weight, None, own), target, mu, sigma, 0.0, Options(), chunked.evaluate
-    )
-    (alone,) = torch.autograd.grad(loss, own)
-    assert torch.equal(alone, own.grad)
-
-
 def test_a_margin_can_be_differentiated_twice(monkeypatch):
     monkeypatch.setattr(linear, "CHUNK", {"cpu": 2 * 6})
     (h, weight, *_), target = inputs(torch.float64)
@@ -325,9 +306,6 @@ def test_a_margin_can_be_differentiated_twice(monkeypatch):
 
 
 def test_a_head_with_a_margin_takes_chunks_where_outputs_are_many(monkeypatch):
-    from gsoftmax import kernels
-    from gsoftmax.heads import LSoftmaxHead
-
     (h, weight, *_), target = inputs()
     found = {}
     for name, limit in (("whole", 1 << 40), ("chunks", 0)):
