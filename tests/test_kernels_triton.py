@@ -481,6 +481,14 @@ def check_a_margin_chunk_by_chunk(monkeypatch, reduction):
     close_loss(loss.detach(), expected.detach(), 3e-6)
 
 
+def check_a_linear_layer_with_every_row_ignored():
+    leaves = [torch.randn(s, device=DEVICE, requires_grad=True) for s in ((7, 5), (31, 5))]
+    target = torch.full((7,), -100, device=DEVICE)
+    loss = functional.linear_gsoftmax_cross_entropy(*leaves, target, 0.0, 1.0, impl="triton")
+    loss.backward()
+    assert loss.isnan() and all((v.grad == 0).all() for v in leaves)
+
+
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 3e-6), ("bfloat16", 1.5e-2), ("float16", 2e-3)])
 @pytest.mark.parametrize(
     "options", [{}, {"reduction": "none", "label_smoothing": 0.1}, {"lam": 0.0, "reduction": "sum"}], ids=str
