@@ -155,16 +155,25 @@ def by_numpy(x, y, m, pooled=False, multilabel=False):
 FORMS = {"full": {}, "pooled": {"pooled": True}, "multilabel": {"multilabel": True}}
 
 
+def new(form):
+    return ClassStatistics(5, **FORMS[form])
+
+
+@pytest.fixture(params=FORMS)
+def case(request):
+    """A form, and outputs and labels for it."""
+    return request.param, *outputs(multilabel=request.param == "multilabel")
+
+
 def assert_same(a: ClassStatistics, b: ClassStatistics, rtol=1e-12):
     assert torch.equal(a.count, b.count)
     torch.testing.assert_close(a.mean, b.mean, rtol=rtol, atol=rtol, equal_nan=True)
     torch.testing.assert_close(a.std, b.std, rtol=rtol, atol=rtol, equal_nan=True)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_streamed_measures_are_those_of_the_whole_data(form):
-    x, y = outputs(multilabel=form == "multilabel")
-    statistics = ClassStatistics(5, **FORMS[form])
+def test_streamed_measures_are_those_of_the_whole_data(case):
+    form, x, y = case
+    statistics = new(form)
     for part, labels in zip(x.split(37), y.split(37), strict=True):
         assert statistics.update(part, labels) is statistics
     expected = by_numpy(x, y, 5, **FORMS[form])
@@ -227,36 +236,33 @@ def test_any_cutting_and_any_merging_give_the_same(form, data):
     assert_same(streamed, whole)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_large_offset_costs_no_digits(form):
-    x, y = outputs(multilabel=form == "multilabel")
+def test_a_large_offset_costs_no_digits(case):
+    form, x, y = case
     offset = 2.0**20  # exact in float64 to 2^-32
     x = (x * 2**20).round() / 2**20
-    near, far = ClassStatistics(5, **FORMS[form]), ClassStatistics(5, **FORMS[form])
+    near, far = new(form), new(form)
     for part, labels in zip(x.split(50), y.split(50), strict=True):
         near.update(part, labels)
         far.update(part + offset, labels)
     torch.testing.assert_close(far.std, near.std, rtol=1e-9, atol=0)  # one-pass sums of squares keep four digits here
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_large_updates_are_cut_into_pieces(form, monkeypatch):
-    x, y = outputs(multilabel=form == "multilabel")
-    whole = ClassStatistics(5, **FORMS[form]).update(x, y)
+def test_large_updates_are_cut_into_pieces(case, monkeypatch):
+    form, x, y = case
+    whole = new(form).update(x, y)
     measures = whole.geometry()
     monkeypatch.setattr(geometry, "CHUNK", 5 * 7)  # 7 images at a time
-    pieces = ClassStatistics(5, **FORMS[form]).update(x, y)
+    pieces = new(form).update(x, y)
     assert_same(pieces, whole)
     monkeypatch.setattr(geometry, "BLOCK", 10)  # 2 rows of the table at a time
     for name in MEASURES:
         torch.testing.assert_close(getattr(whole, name)(), getattr(measures, name), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_scale_changes_compactness_and_ratio_only(form):
-    x, y = outputs(multilabel=form == "multilabel")
-    one = ClassStatistics(5, **FORMS[form]).update(x, y).geometry()
-    ten = ClassStatistics(5, **FORMS[form]).update(10 * x, y).geometry()
+def test_scale_changes_compactness_and_ratio_only(case):
+    form, x, y = case
+    one = new(form).update(x, y).geometry()
+    ten = new(form).update(10 * x, y).geometry()
     for name in ("separability", "relative_sigma", "dprime"):
         torch.testing.assert_close(getattr(ten, name), getattr(one, name), rtol=1e-11, atol=0)
     for name in ("compactness", "ratio"):
@@ -274,25 +280,22 @@ def test_more_dimensions_are_more_images():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("form", FORMS)
-def test_low_precision_input_is_summed_in_float64(form, dtype):
-    x, y = outputs(multilabel=form == "multilabel")
+def test_low_precision_input_is_summed_in_float64(case, dtype):
+    form, x, y = case
     x = x.to(dtype)
-    low = ClassStatistics(5, **FORMS[form]).update(x, y)
+    low = new(form).update(x, y)
     assert low.mean.dtype == torch.float64
-    assert_same(low, ClassStatistics(5, **FORMS[form]).update(x.double(), y))
+    assert_same(low, new(form).update(x.double(), y))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_numpy_bool_and_float_labels_and_gradients(form):
-    multilabel = form == "multilabel"
-    x, y = outputs(multilabel=multilabel)
-    expected = ClassStatistics(5, **FORMS[form]).update(x, y)
-    assert_same(ClassStatistics(5, **FORMS[form]).update(x.numpy(), y.numpy().astype(np.int32)), expected)
-    assert_same(ClassStatistics(5, **FORMS[form]).update(x.clone().requires_grad_(), y.byte()), expected)
-    if multilabel:
-        assert_same(ClassStatistics(5, multilabel=True).update(x, y.bool()), expected)
-        assert_same(ClassStatistics(5, multilabel=True).update(x, y.double()), expected)
+def test_numpy_bool_and_float_labels_and_gradients(case):
+    form, x, y = case
+    expected = new(form).update(x, y)
+    assert_same(new(form).update(x.numpy(), y.numpy().astype(np.int32)), expected)
+    assert_same(new(form).update(x.clone().requires_grad_(), y.byte()), expected)
+    if form == "multilabel":
+        assert_same(new(form).update(x, y.bool()), expected)
+        assert_same(new(form).update(x, y.double()), expected)
 
 
 @pytest.mark.parametrize("ignore_index", [-100, 2, 7])
@@ -304,7 +307,7 @@ def test_ignored_images_are_left_out_whatever_they_hold(form, ignore_index):
     used = y != ignore_index
     holes = torch.where(used[:, None], x, torch.nan)
     found = ClassStatistics(5, ignore_index=ignore_index, **FORMS[form]).update(holes, y)
-    assert_same(found, ClassStatistics(5, **FORMS[form]).update(x[used], y[used]))
+    assert_same(found, new(form).update(x[used], y[used]))
     nothing = ClassStatistics(3, **FORMS[form]).update(torch.zeros(2, 3), torch.tensor([-100, -100]))
     nothing.update(torch.zeros(0, 3), torch.zeros(0).long())
     assert int(nothing.count.sum()) == 0
@@ -391,25 +394,24 @@ def test_many_classes_are_pooled_and_say_so():
     assert all(part.numel() <= 2 * many for part in statistics.state_dict().values())  # bounded memory
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_state_travels(form):
-    x, y = outputs(multilabel=form == "multilabel")
-    whole = ClassStatistics(5, **FORMS[form]).update(x, y)
-    half = ClassStatistics(5, **FORMS[form]).update(x[:300], y[:300])
+def test_state_travels(case):
+    form, x, y = case
+    whole = new(form).update(x, y)
+    half = new(form).update(x[:300], y[:300])
     state = half.state_dict()
-    loaded = ClassStatistics(5, **FORMS[form]).load_state_dict(state).update(x[300:], y[300:])
+    loaded = new(form).load_state_dict(state).update(x[300:], y[300:])
     assert_same(loaded, whole)
     assert_same(copy.deepcopy(half).update(x[300:], y[300:]), whole)
     assert_same(pickle.loads(pickle.dumps(half)).update(x[300:], y[300:]), whole)
     assert torch.equal(state["mean"], half.state_dict()["mean"])  # later updates did not touch the saved copy
-    again = ClassStatistics(5, **FORMS[form]).update(x, y)
+    again = new(form).update(x, y)
     assert repr(again) == repr(whole) and torch.equal(again.mean, whole.mean)  # same data, same bits
     with pytest.raises(ValueError, match="mean must have the shape"):
-        ClassStatistics(5, **FORMS[form]).load_state_dict({**state, "mean": state["mean"][:, :-1]})
+        new(form).load_state_dict({**state, "mean": state["mean"][:, :-1]})
     with pytest.raises(ValueError, match="got no m2"):
         half.load_state_dict({name: value for name, value in state.items() if name != "m2"})
     with pytest.raises(ValueError, match="state must be of form"):
-        ClassStatistics(5, **FORMS["full" if form != "full" else "pooled"]).load_state_dict(state)
+        new("full" if form != "full" else "pooled").load_state_dict(state)
 
 
 def test_nothing_seen_yet():
@@ -421,33 +423,25 @@ def test_nothing_seen_yet():
     assert empty.sync() is empty  # no processes: nothing to do
 
 
+TWO = torch.zeros(2).long()
+MULTI = {"multilabel": True}
+
+
 @pytest.mark.parametrize(
     ("options", "x", "y", "error", "message"),
     [
-        ({}, torch.zeros(2, 4), torch.zeros(2).long(), ValueError, r"x must have the shape \(N, 3\).*got \(2, 4\)"),
-        ({}, torch.zeros(3), torch.zeros(()).long(), ValueError, r"x must have the shape .* got \(3,\)"),
+        ({}, torch.zeros(2, 4), TWO, ValueError, r"x must have the shape \(N, 3\).*got \(2, 4\)"),
+        ({}, torch.zeros(3), TWO[0], ValueError, r"x must have the shape .* got \(3,\)"),
         ({}, torch.zeros(2, 3), torch.zeros(3).long(), ValueError, r"y must have the shape \(2,\).*got \(3,\)"),
         ({}, torch.zeros(2, 3), torch.tensor([0, 3]), ValueError, "y must be in 0 to 2 .* got 3"),
         ({}, torch.zeros(2, 3), torch.tensor([0, -1]), ValueError, "y must be in 0 to 2 .* got -1"),
         ({}, torch.zeros(2, 3), torch.zeros(2), TypeError, "y must hold integer class indices, got torch.float32"),
-        ({}, torch.zeros(2, 3).long(), torch.zeros(2).long(), TypeError, "x must be floating point, got torch.int64"),
-        (
-            {},
-            torch.tensor([[0.0, 1.0, 2.0], [0.0, float("nan"), 1.0]]),
-            torch.zeros(2).long(),
-            ValueError,
-            "x must be finite, got nan in row 1, output 1",
-        ),
-        ({"multilabel": True}, torch.zeros(2, 3), torch.full((2, 3), 2), ValueError, "y must be 0 or 1 .* got 2"),
-        ({"multilabel": True}, torch.zeros(2, 3), torch.full((2, 3), 0.5), ValueError, "y must be 0 or 1 .* got 0.5"),
-        ({"multilabel": True}, torch.zeros(2, 3), torch.zeros(2), ValueError, r"y must have the shape \(2, 3\)"),
-        (
-            {"multilabel": True},
-            torch.tensor([[0.0, 1.0, float("inf")]]),
-            torch.zeros(1, 3),
-            ValueError,
-            "x must be finite, got inf in row 0, output 2",
-        ),
+        ({}, torch.zeros(2, 3).long(), TWO, TypeError, "x must be floating point, got torch.int64"),
+        ({}, torch.tensor([[0, 1, 2], [0, np.nan, 1]]), TWO, ValueError, "finite, got nan in row 1, output 1"),
+        (MULTI, torch.zeros(2, 3), torch.full((2, 3), 2), ValueError, "y must be 0 or 1 .* got 2"),
+        (MULTI, torch.zeros(2, 3), torch.full((2, 3), 0.5), ValueError, "y must be 0 or 1 .* got 0.5"),
+        (MULTI, torch.zeros(2, 3), torch.zeros(2), ValueError, r"y must have the shape \(2, 3\)"),
+        (MULTI, torch.tensor([[0, 1, np.inf]]), torch.zeros(1, 3), ValueError, "finite, got inf in row 0, output 2"),
     ],
 )
 def test_bad_batches(options, x, y, error, message):
@@ -457,17 +451,19 @@ def test_bad_batches(options, x, y, error, message):
     assert int(statistics.count.sum()) == 0
 
 
-def test_bad_options_and_merges():
-    with pytest.raises(ValueError, match="num_classes must be a positive integer, got 0"):
-        ClassStatistics(0)
-    with pytest.raises(ValueError, match="pooled must be None or False"):
-        ClassStatistics(3, multilabel=True, pooled=True)
-    with pytest.raises(ValueError, match="other must be of the same kind"):
-        ClassStatistics(3).merge(ClassStatistics(4))
-    with pytest.raises(ValueError, match="other must be of the same kind"):
-        ClassStatistics(3).merge(ClassStatistics(3, pooled=True))
-    with pytest.raises(TypeError, match="other must be a ClassStatistics, got int"):
-        ClassStatistics(3).merge(3)
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: ClassStatistics(0), ValueError, "num_classes must be a positive integer, got 0"),
+        (lambda: ClassStatistics(3, multilabel=True, pooled=True), ValueError, "pooled must be None or False"),
+        (lambda: ClassStatistics(3).merge(ClassStatistics(4)), ValueError, "other must be of the same kind"),
+        (lambda: new("full").merge(new("pooled")), ValueError, "other must be of the same kind"),
+        (lambda: ClassStatistics(3).merge(3), TypeError, "other must be a ClassStatistics, got int"),
+    ],
+)
+def test_bad_options_and_merges(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
 
 
 # -- several processes ------------------------------------------------------------------------------------------------

@@ -14,12 +14,7 @@ from torchmetrics import MetricCollection
 
 from gsoftmax import metrics
 from gsoftmax.geometry import MEASURES, ClassStatistics
-from gsoftmax.torchmetrics import (
-    AveragePrecisionMetric,
-    ClassGeometryMetric,
-    MultilabelReportMetric,
-    Top1ErrorMetric,
-)
+from gsoftmax.torchmetrics import AveragePrecisionMetric, ClassGeometryMetric, MultilabelReportMetric, Top1ErrorMetric
 
 M = 4
 
@@ -38,40 +33,32 @@ def several(n=120):
     return torch.sigmoid(torch.randn(n, M, generator=generator) + y), y
 
 
+def geometry_case(data, average="macro", **options):
+    def expected(x, y):
+        statistics = ClassStatistics(M, **options).update(x, y)
+        return statistics.geometry().average() if average else statistics.measures()
+
+    return lambda: ClassGeometryMetric(M, average=average, **options), data, expected
+
+
+def report(x, y):
+    return {k: v for k, v in metrics.multilabel_report(x, y, 0.6).summary().items() if k != "threshold"}
+
+
 # name: (how to make the metric, its data, what compute() must give)
 CASES = {
-    "geometry": (
-        lambda: ClassGeometryMetric(M),
-        single,
-        lambda x, y: ClassStatistics(M).update(x, y).geometry().average(),
-    ),
-    "geometry per class": (
-        lambda: ClassGeometryMetric(M, average=None),
-        single,
-        lambda x, y: ClassStatistics(M).update(x, y).measures(),
-    ),
-    "geometry pooled": (
-        lambda: ClassGeometryMetric(M, pooled=True),
-        single,
-        lambda x, y: ClassStatistics(M, pooled=True).update(x, y).geometry().average(),
-    ),
-    "geometry multilabel": (
-        lambda: ClassGeometryMetric(M, multilabel=True),
-        several,
-        lambda x, y: ClassStatistics(M, multilabel=True).update(x, y).geometry().average(),
-    ),
-    "report": (
-        lambda: MultilabelReportMetric(M, threshold=0.6),
-        several,
-        lambda x, y: {k: v for k, v in metrics.multilabel_report(x, y, 0.6).summary().items() if k != "threshold"},
-    ),
+    "geometry": geometry_case(single),
+    "geometry per class": geometry_case(single, average=None),
+    "geometry pooled": geometry_case(single, pooled=True),
+    "geometry multilabel": geometry_case(several, multilabel=True),
+    "report": (lambda: MultilabelReportMetric(M, threshold=0.6), several, report),
     "mAP": (lambda: AveragePrecisionMetric(M), several, metrics.mean_average_precision),
     "AP": (
         lambda: AveragePrecisionMetric(M, style="voc12", average="none"),
         several,
         lambda x, y: metrics.average_precision(x, y, style="voc12"),
     ),
-    "top-1": (lambda: Top1ErrorMetric(), single, metrics.top1_error),
+    "top-1": (Top1ErrorMetric, single, metrics.top1_error),
 }
 
 
@@ -107,8 +94,7 @@ def test_update_compute_reset(name):
 @pytest.mark.parametrize("name", CASES)
 def test_forward_gives_the_batch_and_keeps_the_total(name):
     make, data, expected = CASES[name]
-    metric = make()
-    x, y = data()
+    metric, (x, y) = make(), data()
     for part, labels in zip(x.split(40), y.split(40), strict=True):
         assert_same(metric(part, labels), expected(part, labels))
     assert_same(metric.compute(), expected(x, y))
