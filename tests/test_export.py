@@ -45,9 +45,11 @@ def close(a, b, bound):
     torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b).detach(), rtol=0, atol=bound)
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
+def run_onnx(path, *values):
+    """The first output of an ONNX file."""
+    session = onnxruntime.InferenceSession(path)
+    feed = {given.name: v.numpy() for given, v in zip(session.get_inputs(), values, strict=True)}
+    return session.run(None, feed)[0]
 
 
 # -------------------------------------------------------------------------------------------------------- torch.compile
@@ -144,20 +146,17 @@ def test_onnx_heads_equal_eager_ones(kind, tmp_path):
     # dz/dx is 1 + 0.4 lam / sigma at most, and multiplies the rounding in which two matrix products differ
     head = uneven(HEADS[kind](), narrowest=0.1)
     to_onnx(head, torch.randn(3, 16), tmp_path / "head.onnx")
-    session = onnxruntime.InferenceSession(tmp_path / "head.onnx")
-    (given,) = session.get_inputs()
-    assert given.shape == ["batch", 16]
+    assert onnxruntime.InferenceSession(tmp_path / "head.onnx").get_inputs()[0].shape == ["batch", 16]
     for batch in (1, 3, 200):
         h = torch.randn(batch, 16)
-        close(session.run(None, {given.name: h.numpy()})[0], head(h), 1e-5)
+        close(run_onnx(tmp_path / "head.onnx", h), head(h), 1e-5)
 
 
 def test_the_onnx_layer_equals_the_eager_one_on_the_same_outputs(tmp_path):
     layer = uneven(GaussianLogits(CLASSES, lam=4.0))
     to_onnx(layer, torch.randn(3, CLASSES), tmp_path / "layer.onnx")
-    session = onnxruntime.InferenceSession(tmp_path / "layer.onnx")
     x = torch.randn(1000, CLASSES) * 4
-    close(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0], layer(x), 1e-5)
+    close(run_onnx(tmp_path / "layer.onnx", x), layer(x), 1e-5)
 
 
 def test_onnx_for_one_batch_size(tmp_path):
@@ -170,27 +169,19 @@ def test_onnx_models_equal_eager_ones(name, tmp_path):
     model, inputs = model_and_inputs(name, batch=3)
     uneven(attach(model, lam=2.0))
     to_onnx(model, inputs, tmp_path / "model.onnx", output_names=["z"])
-    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    assert [z.name for z in onnxruntime.InferenceSession(tmp_path / "model.onnx").get_outputs()] == ["z"]
     _, inputs = model_and_inputs(name, batch=5)
     values = inputs.values() if isinstance(inputs, dict) else [inputs]
-    feed = {given.name: v.numpy() for given, v in zip(session.get_inputs(), values, strict=True)}
-    close(session.run(["z"], feed)[0], outputs(model, inputs), 1e-5)
+    close(run_onnx(tmp_path / "model.onnx", *values), outputs(model, inputs), 1e-5)
 
 
 def test_plain_onnx_export_takes_the_attached_model(tmp_path):
     """torch.onnx.export itself, as people call it."""
     model = uneven(attach(mlp(), lam=2.0))
-    torch.onnx.export(
-        model,
-        (torch.randn(3, 8),),
-        tmp_path / "model.onnx",
-        dynamo=True,
-        verbose=False,
-        dynamic_shapes=({0: torch.export.Dim("batch")},),
-    )
-    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    options = {"dynamo": True, "verbose": False, "dynamic_shapes": ({0: torch.export.Dim("batch")},)}
+    torch.onnx.export(model, (torch.randn(3, 8),), tmp_path / "model.onnx", **options)
     x = torch.randn(5, 8)
-    close(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0], model(x), 1e-5)
+    close(run_onnx(tmp_path / "model.onnx", x), model(x), 1e-5)
 
 
 def test_a_batch_of_one_is_no_example_of_any_batch():

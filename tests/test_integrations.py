@@ -152,16 +152,8 @@ def test_accumulation_is_one_large_batch(tmp_path, size, accumulate):
     model = _bert()
     expected = _step_by_hand(model, _batch(rows), lr=0.5)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    trainer = _trainer(
-        model,
-        tmp_path,
-        rows,
-        optim="sgd",
-        learning_rate=0.5,
-        per_device_train_batch_size=size,
-        gradient_accumulation_steps=accumulate,
-    )
-    trainer.train()
+    options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulate}
+    _trainer(model, tmp_path, rows, optim="sgd", learning_rate=0.5, **options).train()
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.detach(), expected[name], atol=2e-6, rtol=2e-5)
     for name in ("classifier.gaussians.mu", "classifier.gaussians.rho"):
@@ -325,6 +317,13 @@ def test_a_model_without_a_head_is_told_so(tmp_path):
         trainer.compute_loss(model, {"image": torch.zeros(2, 8), "labels": torch.tensor([0, 1])})
 
 
+def _check_loss(trainer, model, images, labels, expected):
+    batch = {"pixel_values": images, "labels": labels}
+    for options in ({}, {"num_items_in_batch": 6 * CLASSES}, {"return_outputs": True}):
+        loss = trainer.compute_loss(model, dict(batch), **options)
+        torch.testing.assert_close(loss[0] if "return_outputs" in options else loss, expected)
+
+
 def test_floating_point_labels(tmp_path):
     images = torch.randn(6, 1, 8, 8)
     soft = torch.softmax(torch.randn(6, CLASSES), 1)
@@ -332,27 +331,20 @@ def test_floating_point_labels(tmp_path):
 
     model = _vit().eval()
     trainer = _trainer(model, tmp_path)
-    batch = {"pixel_values": images, "labels": several}
     z = model(images).logits
-    # what they mean to transformers: a label each
-    torch.testing.assert_close(trainer.compute_loss(model, dict(batch)), F.binary_cross_entropy_with_logits(z, several))
+    # to transformers they are independent labels
+    loss = trainer.compute_loss(model, {"pixel_values": images, "labels": several})
+    torch.testing.assert_close(loss, F.binary_cross_entropy_with_logits(z, several))
     model.config.problem_type = "single_label_classification"
-    batch["labels"] = soft
-    expected = F.cross_entropy(z, soft)
-    torch.testing.assert_close(trainer.compute_loss(model, dict(batch)), expected)
-    torch.testing.assert_close(trainer.compute_loss(model, dict(batch), num_items_in_batch=6 * CLASSES), expected)
-    torch.testing.assert_close(trainer.compute_loss(model, dict(batch), return_outputs=True)[0], expected)
+    _check_loss(trainer, model, images, soft, F.cross_entropy(z, soft))
     model.config.problem_type = "regression"
-    torch.testing.assert_close(trainer.compute_loss(model, dict(batch)), F.mse_loss(z, soft))
+    loss = trainer.compute_loss(model, {"pixel_values": images, "labels": soft})
+    torch.testing.assert_close(loss, F.mse_loss(z, soft))
 
     model = attach(_vit(), "gsoftmax", form="paired", lam=2.0).eval()
-    trainer = _trainer(model, tmp_path)
-    batch["labels"] = several
     z = model(images).logits  # (6, 2, labels), absence first
     expected = F.binary_cross_entropy_with_logits(z[:, 1] - z[:, 0], several)
-    torch.testing.assert_close(trainer.compute_loss(model, dict(batch)), expected)
-    torch.testing.assert_close(trainer.compute_loss(model, dict(batch), num_items_in_batch=6 * CLASSES), expected)
-    torch.testing.assert_close(trainer.compute_loss(model, dict(batch), return_outputs=True)[0], expected)
+    _check_loss(_trainer(model, tmp_path), model, images, several, expected)
 
 
 def test_tracked_gaussians_make_one_step(tmp_path):
@@ -367,21 +359,12 @@ def test_tracked_gaussians_make_one_step(tmp_path):
     assert not torch.equal(moved[0], _vit(options={"gaussians": "tracked"}).classifier.mu)
 
 
-def test_items_of_all_processes(tmp_path):
-    """Gradients are averaged over processes while the items are those of all: the loss is multiplied."""
-    model = _vit().eval()
+def test_items_of_all_processes(tmp_path, monkeypatch):
+    """Gradients are averaged over processes but items are counted over all of them: the loss is multiplied."""
+    model, batch = _vit().eval(), _batch(_images())
     trainer = _trainer(model, tmp_path)
-    batch = _batch(_images())
     one = trainer.compute_loss(model, dict(batch), num_items_in_batch=24)
-    accelerator = trainer.accelerator
-
-    class Two:
-        num_processes = 2
-
-        def __getattr__(self, name):
-            return getattr(accelerator, name)
-
-    trainer.accelerator = Two()
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
     two = trainer.compute_loss(model, dict(batch), num_items_in_batch=24)
     torch.testing.assert_close(two, 2 * one)
     torch.testing.assert_close(two, F.cross_entropy(model(batch["pixel_values"]).logits, batch["labels"]))

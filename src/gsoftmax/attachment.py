@@ -92,7 +92,7 @@ def attach(
                 stacklevel=2,
             )
     for (path, old), new in zip(places, heads, strict=True):
-        _write_count(model, path, _outputs(old), new.num_classes)
+        _write_count(model, path, getattr(old, "num_classes", old.out_features), new.num_classes)
         if path == "":
             return new  # the model was the classifier
         replace_modules(model, {old: new})
@@ -181,12 +181,8 @@ def forward_with_loss(
 
     head.forward = loss_instead  # type: ignore[assignment, method-assign]
     try:
-        if isinstance(inputs, Mapping):
-            outputs = model(**inputs)
-        elif isinstance(inputs, (tuple, list)):
-            outputs = model(*inputs)
-        else:
-            outputs = model(inputs)
+        args, kwargs = split_arguments(inputs)
+        outputs = model(*args, **kwargs)
     finally:
         vars(head).pop("forward", None)
     if len(taken) != 1:
@@ -195,6 +191,13 @@ def forward_with_loss(
             "the output of forward instead"
         )
     return *taken[0], outputs
+
+
+def split_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of a model, from a tensor, a tuple or a mapping."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {}
 
 
 def _logits_without_tracking(head: SoftmaxHead, h: Tensor) -> Tensor:
@@ -365,14 +368,10 @@ def _kind(thing: object) -> str:
 # ------------------------------------------------------------------------------------------------------------ replacing
 
 
-def _outputs(old: _Classifier) -> int:
-    return old.num_classes if isinstance(old, SoftmaxHead) else old.out_features
-
-
 def _make_head(
     cls: type[SoftmaxHead], old: _Classifier, num_classes: int | None, options: dict[str, Any]
 ) -> SoftmaxHead:
-    classes = num_classes or _outputs(old)
+    classes = num_classes or int(getattr(old, "num_classes", old.out_features))
     if cls.has_bias:
         options = {"bias": old.bias is not None, **options}
     options = {**options, "dtype": old.weight.dtype}

@@ -6,13 +6,12 @@ import copy
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from .attachment import replace_modules
+from .attachment import replace_modules, split_arguments
 from .gaussians import GaussianLogits
 from .heads import GSoftmaxHead, SoftmaxHead
 from .losses import GSoftmaxLoss, MultiLabelGSoftmaxLoss
@@ -58,7 +57,7 @@ def to_program(model: nn.Module, example: Any, *, dynamic_batch: bool = True) ->
     >>> program.module()(torch.zeros(5, 8)).shape
     torch.Size([5, 3])
     """
-    args, kwargs = _arguments(example)
+    args, kwargs = split_arguments(example)
     shapes = _shapes(args, kwargs, torch.export.Dim("batch")) if dynamic_batch else None
     plain = fold(model)
     plain.register_forward_hook(lambda module, args, output: getattr(output, "logits", output))
@@ -77,14 +76,8 @@ def to_onnx(
     """
     program = to_program(model, example, dynamic_batch=dynamic_batch)
     if dynamic_batch:
-        options = {"dynamic_shapes": _shapes(*_arguments(example), "batch"), **options}  # names the dimension
+        options = {"dynamic_shapes": _shapes(*split_arguments(example), "batch"), **options}  # names the dimension
     torch.onnx.export(program, f=os.fspath(path), dynamo=True, verbose=False, **options)
-
-
-def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    return tuple(example) if isinstance(example, (tuple, list)) else (example,), {}
 
 
 def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> Any:

@@ -177,17 +177,9 @@ class MultiLabelGSoftmaxLoss(_GaussianLoss):
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         z_pos, z_neg = split_outputs(self.gaussians(self._flat(x)), self.num_labels, self.form)
-        loss = functional.multilabel_cross_entropy(
-            z_pos,
-            z_neg,
-            target,
-            form=self.form,
-            weight=self.weight,
-            pos_weight=self.pos_weight,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            label_smoothing=self.label_smoothing,
-        )
+        names = ("form", "weight", "pos_weight", "ignore_index", "reduction", "label_smoothing")
+        options = {name: getattr(self, name) for name in names}
+        loss = functional.multilabel_cross_entropy(z_pos, z_neg, target, **options)
         return equations.loss_dtype(loss, x)
 
     def predict_proba(self, x: Tensor) -> Tensor:
