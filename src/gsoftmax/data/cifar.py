@@ -106,8 +106,10 @@ def _read_archive(path: Path, layout: _Layout, published: bool) -> dict[str, byt
         check_md5(raw, layout.md5, path)
     found: dict[str, bytes] = {}
     with reading(path, tarfile.TarError, EOFError, OSError, zlib.error, ValueError):
-        stream: Any = _Bounded(gzip.GzipFile(fileobj=io.BytesIO(raw)), _MAX_ARCHIVE, path)
-        with tarfile.open(fileobj=stream, mode="r|") as tar:
+        unpacked = gzip.GzipFile(fileobj=io.BytesIO(raw)).read(_MAX_ARCHIVE + 1)
+        if len(unpacked) > _MAX_ARCHIVE:
+            raise DataError(f"{path} unpacks to more than {_MAX_ARCHIVE:,} bytes: not the published archive")
+        with tarfile.open(fileobj=io.BytesIO(unpacked), mode="r:") as tar:
             for member in tar:
                 folder, _, file = member.name.partition("/")
                 if not member.isreg() or folder != layout.folder or file not in layout.files:
@@ -125,20 +127,6 @@ def _read_archive(path: Path, layout: _Layout, published: bool) -> dict[str, byt
         if file not in found:
             raise DataError(f"{path} has no regular file {layout.folder}/{file}")
     return {file: found[file] for file in layout.files}
-
-
-class _Bounded:
-    """A stream with a size limit."""
-
-    def __init__(self, stream: gzip.GzipFile, limit: int, path: Path) -> None:
-        self.stream, self.left, self.limit, self.path = stream, limit, limit, path
-
-    def read(self, size: int) -> bytes:
-        data = self.stream.read(size)
-        self.left -= len(data)
-        if self.left < 0:
-            raise DataError(f"{self.path} unpacks to more than {self.limit:,} bytes: not the published archive")
-        return data
 
 
 class _Array:

@@ -241,7 +241,10 @@ def statistics(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def data_root(root: str | os.PathLike[str] | None) -> Path:
-    """Where datasets are looked for: the argument, else $GSOFTMAX_DATA, else ./data."""
+    """The folder of the published datasets.
+
+    root: the folder; None for $GSOFTMAX_DATA, else ./data
+    """
     return Path(root if root is not None else os.environ.get("GSOFTMAX_DATA") or "data")
 
 
