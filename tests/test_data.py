@@ -802,6 +802,7 @@ def test_mosaics_of_validation_share_no_image_with_training():
 def test_mosaics_are_seeded_and_use_every_image_alike():
     assert data.load("digits-mosaic").fingerprint() == data.load("mosaic(digits)?seed=0").fingerprint()
     assert data.load("digits-mosaic?seed=1").fingerprint() != data.load("digits-mosaic").fingerprint()
+    assert data.load("digits-mosaic", val_fraction=0.2).fingerprint().startswith("3982e9d13cfa72dc")  # never changes
     counts = np.bincount(mosaic.tiles(37, 50, 4, seed=3).ravel(), minlength=37)
     assert counts.max() - counts.min() <= 1
 
