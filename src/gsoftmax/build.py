@@ -66,21 +66,17 @@ def train_batches(
     dataset: Dataset, config: Config, epoch: int, world: World = ALONE, skip: int = 0
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs and targets of this process's share of an epoch's batches, without the first `skip`."""
-    augment = None if config.augment is None else data_room.Augment.parse(config.augment)
     options: Any = {"shard": world, "channels_last": config.channels_last, "workers": config.workers, "skip": skip}
-    return data_room.train_batches(
-        dataset, config.batch_size, seed=config.seed, epoch=epoch, augment=augment, **options
-    )
+    options["augment"] = None if config.augment is None else data_room.Augment.parse(config.augment)
+    return data_room.train_batches(dataset, config.batch_size, seed=config.seed, epoch=epoch, **options)
 
 
 def total_steps(config: Config, dataset: Dataset) -> tuple[int, int]:
     """Batches per epoch, and optimizer steps of the whole run."""
-    if config.batch_size > len(dataset.train):
-        raise ValueError(
-            f"batch_size must be at most the {len(dataset.train):,} training rows of {dataset.name}, "
-            f"got {config.batch_size:,}"
-        )
-    batches = len(dataset.train) // config.batch_size
+    rows, size = len(dataset.train), config.batch_size
+    if size > rows:
+        raise ValueError(f"batch_size must be at most the {rows:,} training rows of {dataset.name}, got {size:,}")
+    batches = rows // size
     return batches, -(-batches // config.accumulate) * config.epochs
 
 
@@ -144,9 +140,7 @@ def head(config: Config, dataset: Dataset, features: int, device: torch.device |
     if dataset.multilabel:
         options.setdefault("form", "paired")
     elif options.get("form") is not None:
-        raise ValueError(
-            f"form={options['form']!r} is for multi-label data, and {dataset.name} has one label an example"
-        )
+        raise ValueError(f"form={options['form']!r} is for multi-label data, and {dataset.name} is single-label")
     shard = options.pop("shard", None)
     if shard is not None:
         cls = sharded.sharded_class(cls, shard)
@@ -299,8 +293,7 @@ def prepare(config: Config, dataset: Dataset, device: torch.device, world: World
     several, fsdp = world.size > 1, world.size > 1 and config.parallel == "fsdp"
     if world.size > config.batch_size:
         raise ValueError(
-            f"batch_size must be at least the number of processes, {world.size}, because they share it, "
-            f"got {config.batch_size}"
+            f"batch_size must be at least the {world.size} processes that share it, got {config.batch_size}"
         )
     if config.cuda_graphs and (several or config.accumulate > 1 or config.compile):
         raise ValueError("cuda_graphs is for one process, with accumulate=1 and without compile")
@@ -313,9 +306,8 @@ def prepare(config: Config, dataset: Dataset, device: torch.device, world: World
     if config.init == "data" and hasattr(made.head, "fit_gaussians"):  # the recipe serves heads without Gaussians too
         # the paper's data-driven start: Gaussians of x over the training set with the initial weights, in eval mode
         made.eval()
-        batches = data_room.eval_batches(
-            dataset, "train", max(config.batch_size, 256), shard=world, workers=config.workers
-        )
+        size = max(config.batch_size, 256)
+        batches = data_room.eval_batches(dataset, "train", size, shard=world, workers=config.workers)
         with torch.no_grad(), autocast(config, device)():
             made.head.fit_gaussians(made.h(inputs).float() for inputs, _ in batches)
     if config.sync_batchnorm and several:
