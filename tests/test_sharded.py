@@ -989,8 +989,8 @@ def check_mistakes_end_on_every_process(env):
         "target must hold probabilities, got NaN": lambda: head.loss(
             h, torch.full((2, 7), torch.nan if mine else 0.1).double()
         ),
-        "batches must hold at least two": lambda: head.fit_gaussians([]),
-        "batches must hold finite": lambda: head.fit_gaussians([h / 0]),
+        "batches must contain at least two": lambda: head.fit_gaussians([]),
+        "batches must contain finite": lambda: head.fit_gaussians([h / 0]),
     }
     for words, call in bad.items():
         raises(env, words, call)

@@ -170,23 +170,21 @@ def _collect(modules: Modules, optimizer: Optimizer | None) -> tuple[dict[str, T
     if optimizer is None:
         return tensors, None
     names = _names(modules)
-    groups: list[Any] = []
-    numbers: dict[str, Any] = {}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    unknown = [tuple(p.shape) for p in parameters if id(p) not in names]
+    if unknown:
+        raise ValueError(f"optimizer must hold only parameters of the modules, got another of shape {unknown[0]}")
+    groups = []
     for group in optimizer.param_groups:
-        unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
-        if unknown:
-            raise ValueError(f"optimizer must hold only parameters of the modules, got another of shape {unknown[0]}")
         plain = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
         groups.append({"params": [names[id(p)] for p in group["params"]], **plain})
-        for p in group["params"]:
-            name = names[id(p)]
-            numbers[name] = {}
-            for key, value in optimizer.state.get(p, {}).items():
-                if isinstance(value, Tensor):
-                    tensors[f"optimizer:{key}:{name}"] = value
-                    numbers[name][key] = {"tensor": f"optimizer:{key}:{name}"}
-                else:
-                    numbers[name][key] = {"value": value}
+    numbers: dict[str, Any] = {names[id(p)]: {} for p in parameters}
+    for p in parameters:
+        for key, value in optimizer.state.get(p, {}).items():
+            stored = f"optimizer:{key}:{names[id(p)]}"
+            numbers[names[id(p)]][key] = {"tensor": stored} if isinstance(value, Tensor) else {"value": value}
+            if isinstance(value, Tensor):
+                tensors[stored] = value
     described = {"class": type(optimizer).__name__, "groups": groups, "state": numbers}
     return tensors, json.loads(json.dumps(described))
 
@@ -349,25 +347,21 @@ class Reader:
 
 
 def _load_optimizer(optimizer: Optimizer, modules: Modules, saved: Mapping[str, Any], reader: Reader) -> None:
+    def value(p: Any, stored: Mapping[str, Any]) -> Any:
+        if "value" in stored:
+            return stored["value"]
+        shape = reader.contents[stored["tensor"]]["shape"]
+        alike = shape == list(p.shape)
+        read = reader.read(stored["tensor"], _place(p)[1] if alike else None).to(p.device if shape else "cpu")
+        return join(read, p.device_mesh, 0, p.shape) if hasattr(p, "placements") and alike else read
+
     names = _names(modules)
-    state: dict[int, dict[str, Any]] = {}
-    position = 0
-    groups = []
-    for group, kept in zip(optimizer.param_groups, saved["groups"], strict=True):
-        params = list(range(position, position + len(group["params"])))
-        # JSON has no tuples: betas and the like get the type that they have in the optimizer
-        values = {k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in kept.items() if k != "params"}
-        groups.append({"params": params, **values})
-        for at, p in zip(params, group["params"], strict=True):
-            for key, value in saved["state"].get(names[id(p)], {}).items():
-                if "value" in value:
-                    state.setdefault(at, {})[key] = value["value"]
-                    continue
-                shape = reader.contents[value["tensor"]]["shape"]
-                alike = shape == list(p.shape)
-                read = reader.read(value["tensor"], _place(p)[1] if alike else None).to(p.device if shape else "cpu")
-                if hasattr(p, "placements") and alike:
-                    read = join(read, p.device_mesh, 0, p.shape)
-                state.setdefault(at, {})[key] = read
-        position += len(params)
+    # JSON has no tuples: betas and the like get the type that they have in the optimizer
+    groups = [
+        new | {k: tuple(v) if isinstance(new.get(k), tuple) else v for k, v in old.items() if k != "params"}
+        for new, old in zip(optimizer.state_dict()["param_groups"], saved["groups"], strict=True)
+    ]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    stored = [saved["state"].get(names[id(p)], {}) for p in parameters]
+    state = {i: {k: value(parameters[i], v) for k, v in found.items()} for i, found in enumerate(stored) if found}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
