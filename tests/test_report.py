@@ -395,6 +395,13 @@ def test_figures_show_the_document(kind, request):
     assert affine([0, *sorted(ratio)], [0, *sorted(b["width"] for b in bars)])
 
 
+def test_figures_of_one_seed_show_one_that_has_outputs(single):
+    doc = embedded(single)
+    for key in ("points", "geometry"):
+        doc[key] = [row for row in doc[key] if row["seed"] > 0]
+    assert len(marks(figures.figures(doc)["gaussians"], "line")) == 2 * len(HEADS)
+
+
 def test_gaussians_drawn_are_the_numbers(single):
     doc = embedded(single)
     lines = marks(figures.figures(doc, c=2)["gaussians"], "line")

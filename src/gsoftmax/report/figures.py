@@ -26,7 +26,8 @@ def write(
 ) -> list[Path]:
     """Writes every figure the document has data for, or those called `names`, and returns their paths.
 
-    doc: see `report.data`; out: a folder; formats: of `FORMATS`; c: the class that figures of one class show
+    doc, out: see `report.data`, and a folder
+    formats, c: of `FORMATS`, and the class that figures of one class show
     """
     drawn = {name: spec for name, spec in figures(doc, c=c).items() if names is None or name in names}
     out.mkdir(parents=True, exist_ok=True)
@@ -73,7 +74,9 @@ def figures(doc: Mapping[str, Any], *, c: int = 0) -> dict[str, Spec]:
 
     doc: see `report.data`; c: the class that figures of one class show
     """
-    heads, classes, seed = doc["heads"], doc["classes"], doc["seeds"][0]
+    heads, classes = doc["heads"], doc["classes"]
+    # figures of one seed show the first that the most heads have outputs of
+    seed = max(doc["seeds"], key=lambda s: len({g["head"] for g in doc["geometry"] if g["seed"] == s}))
     found: dict[str, Spec] = {}
     if doc["points"]:
         panels = [_panel(specs.scatter(json.dumps(h)), h, 210, 190) for h in heads if _has(doc["points"], h)]
