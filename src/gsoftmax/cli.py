@@ -125,11 +125,6 @@ def _clear() -> None:
         ticker("")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Arguments
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 class _Parser(argparse.ArgumentParser):
     """A mistake is one line, without the usage above it."""
 
@@ -270,11 +265,6 @@ def _folder(what: str, out: str | None) -> Path:
     return Path(out) if out else Path("runs") / gsoftmax.runs.folder_name(Path(what).name or what)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Commands
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def _compare(args: argparse.Namespace) -> None:
     """Train heads under identical conditions over several seeds, and report what changed.
 
@@ -346,10 +336,8 @@ def _evaluate(args: argparse.Namespace) -> None:
     try:
         from safetensors.torch import load_file
     except ImportError:
-        raise ValueError(
-            "runs are read with safetensors, which is not installed: pip install 'gsoftmax[train]'"
-        ) from None
-
+        hint = "pip install 'gsoftmax[train]'"
+        raise ValueError(f"runs are read with safetensors, which is not installed: {hint}") from None
     run = Path(args.run_folder)
     if gsoftmax.runs.read_result(run) is None:
         raise ValueError(f"{run} is not a finished run: config.json, metrics.jsonl and outputs.safetensors are needed")
