@@ -25,7 +25,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -254,6 +254,50 @@ def test_verdicts_on_the_pages_are_the_measured_ones():
     shown = [" ".join(b.text.split()) for text in FOUND.values() for b in blocks(text) if b.language in ("", "text")]
     sentences = re.findall(r"\w+ against \w+, \d+ seeds:.*?\.(?=\s|$)", "\n".join(shown))
     assert len(sentences) >= 2 and [sentence for sentence in sentences if sentence not in measured] == []
+
+
+@functools.cache
+def extension() -> Any:
+    sys.path.append(str(DOCS / "_extensions"))
+    return importlib.import_module("docstrings")
+
+
+def described(obj: Any, public: dict[str, Any]) -> set[str]:
+    """The parameters that a docstring describes, itself or through "as in `NAME`"."""
+    text = inspect.getdoc(obj) or ""
+    found = {name for line in text.splitlines() for names, _ in extension().parameters(line) for name in names}
+    scope = {**public, **vars(sys.modules[obj.__module__])}
+    for first, *rest in (name.split(".") for name in re.findall(r"as in `(?:gsoftmax\.)?([\w.]+)`", text)):
+        if first in scope:
+            other = functools.reduce(getattr, rest, scope[first])
+            found |= {p.name for p in inspect.signature(obj).parameters.values() if p.kind is p.VAR_KEYWORD}
+            ours = other.__module__.startswith("gsoftmax")
+            found |= described(other, public) if ours else {*inspect.signature(other).parameters}
+    return found
+
+
+def undescribed(obj: Any, public: dict[str, Any]) -> Iterator[str]:
+    """The parameters of a function, or of a class and its public methods, that have no description."""
+    known = described(obj, public) | {"", "self", "args", "kwargs", "device", "dtype"}
+    fields = extension().field_comments(obj) if extension().is_record(obj) else []
+    yield from (name for name, _, _, text in fields if not text and name not in known)
+    for name in vars(obj) if inspect.isclass(obj) else [""]:
+        function = getattr(obj, name) if name else obj
+        if inspect.isroutine(function) and (not name.startswith("_") or (name == "__init__" and not fields)):
+            inherited = [getattr(base, name) for base in obj.__mro__[1:] if name in vars(base)] if name else []
+            known_here = known.union(described(function, public), *(inspect.signature(f).parameters for f in inherited))
+            yield from (f"{name}({p})" for p in inspect.signature(function).parameters if p not in known_here)
+
+
+def test_every_parameter_is_described():
+    pages = "\n".join(page.read_text("utf-8") for page in (DOCS / "api").iterdir())
+    modules = [importlib.import_module(name) for name in re.findall(r"automodule:: (\S+)", pages)]
+    documented = {f"{m.__name__}.{name}": getattr(m, name) for m in modules for name in m.__all__}
+    documented = {name: obj for name, obj in documented.items() if inspect.isroutine(obj) or inspect.isclass(obj)}
+    public = {"torch": torch} | {m.__name__.rpartition(".")[2]: m for m in modules}
+    public |= {name.rpartition(".")[2]: obj for name, obj in documented.items()}
+    found = {name: list(undescribed(obj, public)) for name, obj in documented.items()}
+    assert {name: missing for name, missing in found.items() if missing} == {}
 
 
 def test_every_page_is_in_a_toctree():

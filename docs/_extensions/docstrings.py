@@ -57,10 +57,15 @@ def escaped(lines: list[str]) -> list[str]:
     return out
 
 
-def parameters(line: str) -> tuple[list[str], str]:
-    """The names that a line describes and the description: `x, mu: text` -> (["x", "mu"], "text")."""
-    match = re.match(r"([\\*\w]+(?:(?:, | and )[\\*\w]+)*): +(?=\S)", line)
-    return (re.findall(r"\w+", re.sub(" and ", ", ", match[1])), line[match.end() :]) if match else ([], line)
+NAMES = r"[\\*\w]+(?:(?:, | and )[\\*\w]+)*: +(?=\S)"
+
+
+def parameters(line: str) -> list[tuple[list[str], str]]:
+    """Names and description of the parameters in a line: `x, mu: a; y: b` -> [(["x", "mu"], "a"), (["y"], "b")]."""
+    parts = re.split(f"; (?={NAMES})", line) if re.match(NAMES, line) else []
+    return [
+        (re.findall(r"\w+", names.replace(" and ", ", ")), text) for names, text in (p.split(": ", 1) for p in parts)
+    ]
 
 
 def list_parameters(lines: list[str], names: set[str]) -> list[str]:
@@ -68,12 +73,12 @@ def list_parameters(lines: list[str], names: set[str]) -> list[str]:
     out: list[str] = []
     inside = False
     for line in lines:
-        found, text = parameters(line)
-        starts = bool(found) and set(found) <= names
+        items = parameters(line)
+        starts = bool(items) and {name for found, _ in items for name in found} <= names
         other = line.startswith("Other ")  # "Other options as in `NAME`."
         inside = starts or (inside and bool(line.strip()) and not other)
         if starts:
-            out += ["", f"* **{', '.join(found)}**: {text}"]
+            out += ["", *(f"* **{', '.join(found)}**: {text}" for found, text in items)]
         elif inside:
             out.append(f"  {line.strip()}")
         else:

@@ -144,7 +144,10 @@ class GaussianLogits(nn.Module):
         return self
 
     def fitted_sigma(self, n: int, mean: Tensor, m2: Tensor) -> Tensor:
-        """The standard deviation of n examples with this mean and sum of squared deviations, or an error."""
+        """The standard deviation from sums over a dataset.
+
+        n, mean, m2: number of examples, their mean and sum of squared deviations
+        """
         if n < 2:
             raise ValueError(f"batches must contain at least two examples to fit Gaussians, got {n}")
         if not bool(torch.isfinite(mean).all() and torch.isfinite(m2).all()):

@@ -122,6 +122,7 @@ class MultilabelReportMetric(_Pairs):
     """mAP, C-P, C-R, C-F1, O-P, O-R, O-F1 in a dict; see `metrics.multilabel_report`.
 
     num_labels: L of the (N, L) scores and targets
+    threshold: as in `multilabel_report`
 
     >>> metric = MultilabelReportMetric(2)
     >>> metric.update(torch.tensor([[0.9, 0.2], [0.6, 0.7], [0.1, 0.8]]), torch.tensor([[1, 0], [0, 1], [0, 1]]))
@@ -148,7 +149,7 @@ class AveragePrecisionMetric(_Pairs):
     """Average precision; see `metrics.average_precision`.
 
     num_labels: L of the (N, L) scores and targets
-    average: "macro" for the mean over labels, or None for (L,) numbers per label
+    average, style: "macro" for the mean over labels, or None for (L,) numbers; as in `average_precision`
 
     >>> metric = AveragePrecisionMetric(1, style="voc12")
     >>> metric.update(torch.tensor([[0.9], [0.8], [0.7]]), torch.tensor([[1], [0], [1]]))
@@ -169,6 +170,8 @@ class AveragePrecisionMetric(_Pairs):
 
 class Top1ErrorMetric(Metric):
     """Fraction of images whose highest score isn't at the true class; see `metrics.top1_error`.
+
+    scores, target, ignore_index: as in `top1_error`
 
     >>> metric = Top1ErrorMetric()
     >>> metric.update(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))

@@ -75,7 +75,10 @@ class SoftmaxHead(nn.Module):
 
     @classmethod
     def defaults(cls, steps: int) -> dict[str, Any]:
-        """Default options for a training of this many steps."""
+        """Default options for a training run.
+
+        steps: its number of optimizer steps
+        """
         return {}
 
     def reset_parameters(self) -> None:
@@ -130,7 +133,10 @@ class SoftmaxHead(nn.Module):
 
     @torch.no_grad()
     def topk(self, h: Tensor, k: int = 5) -> tuple[Tensor, Tensor]:
-        """The k largest z and their classes, largest first, (..., k) each."""
+        """The largest z and their classes, largest first, (..., k) each.
+
+        k: how many
+        """
         self._check_k(k)
         z = self(h)
         if k > 1:
