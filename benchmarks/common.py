@@ -44,7 +44,7 @@ def interleaved(
     warmup: int = 3,
     clock: Callable[[Callable[[], Any]], float] | None = None,
 ) -> dict[str, Timing]:
-    """Time the contenders in turn, again and again, so that whatever else the machine does meets all of them alike.
+    """Time the contenders alternately, so that background load affects all of them equally.
 
     `seconds` is about what all of it takes.  `clock` calls its argument and returns the seconds, where a wall clock
     would not do (events on a GPU).
@@ -53,7 +53,7 @@ def interleaved(
     ['a', 'b']
     """
     clock = clock or wall_clock
-    # by the wall: what a clock returns may be the time of one call among many that it made
+    # wall time: `clock` may return the time of one call among many
     once = max(1e-9, min(wall_clock(lambda: [clock(f) for f in contenders.values()]) for _ in range(max(1, warmup))))
     rounds = max(3, min(2000, int(seconds / blocks / once)))
     blocks = max(1, min(blocks, int(seconds / rounds / once)))  # fewer where one call takes long

@@ -1,10 +1,10 @@
 """Speed on a CPU: `python -m benchmarks.cpu`.
 
 Forward and backward pass of the loss against `torch.nn.functional.cross_entropy` on the same x, with gradients for x
-and, in ours, for mu and sigma; extra memory; and average precision against torchmetrics.  Every size runs in a process
-of its own, contenders in turn.
+and, in ours, for mu and sigma; extra memory; and average precision against torchmetrics.  Every size runs in a separate
+process, with alternating contenders.
 
-A large part of both losses' time is the price of fresh memory, so the allocator matters: by default it is the C
+Much of the time of both losses is spent on page faults of new memory, so the allocator matters: the default is the C
 library's, and the compiled kernel asks for huge pages for its own output.  A second table repeats the large sizes with
 torch's allocator asking for huge pages everywhere (THP_MEM_ALLOC_ENABLE=1), which helps plain cross entropy too.
 """
@@ -76,7 +76,7 @@ def time_one(n: int, c: int, compiled: bool, seconds: float) -> dict[str, Any]:
     steps = contenders(n, c, compiled)
     base = steps.pop("cross entropy")
     times = {}
-    for name, step in steps.items():  # in pairs: what one leaves in the caches should be the same for all
+    for name, step in steps.items():  # in pairs, so that all start with similar caches
         pair = interleaved({"cross entropy": base, name: step}, seconds=seconds)
         times[name] = asdict(pair[name]) | {"cross entropy": asdict(pair["cross entropy"])}
     return {"auto is": str(path), "times": times}
@@ -84,7 +84,7 @@ def time_one(n: int, c: int, compiled: bool, seconds: float) -> dict[str, Any]:
 
 def memory_of_one(n: int, c: int, name: str) -> float | None:
     """Peak memory of one step beyond what was there before it, as a multiple of x's; Linux only."""
-    contenders(2, 3, False)[name]()  # loads whatever is loaded on first use
+    contenders(2, 3, False)[name]()  # triggers imports and initialization
     step = contenders(n, c, False)[name]
     try:
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="also torch.compile of cross entropy and of the formula")
     parser.add_argument("--seconds", type=float, default=5.0, help="about the time for each pair of contenders")
     parser.add_argument("--threads", type=int, default=2, help="torch's threads; the bounds are for two")
-    parser.add_argument("--no-write", action="store_true", help="leave results/bench-cpu.json alone")
+    parser.add_argument("--no-write", action="store_true", help="do not write results/bench-cpu.json")
     parser.add_argument("--time", nargs=2, type=int, metavar=("N", "C"), help=argparse.SUPPRESS)
     parser.add_argument("--memory", nargs=3, metavar=("N", "C", "NAME"), help=argparse.SUPPRESS)
     parser.add_argument("--ap", action="store_true", help=argparse.SUPPRESS)

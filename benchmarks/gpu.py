@@ -242,7 +242,7 @@ def bench_small(clock: Clock, quick: bool) -> Iterator[dict[str, Any]]:
         contenders = working(loss_contenders(n, c, torch.float32, compiled=False))
         times = interleaved(contenders, seconds=seconds, clock=wall)
         for name, t in times.items():
-            say(f"  {name:28s} {t.median * 1e6:8.1f} us a step")
+            say(f"  {name:28s} {t.median * 1e6:8.1f} us per step")
         parts_of_a_small_call(n, c)
         ratio = times["G-softmax"].median / times["cross entropy"].median
         yield row("eager call", name_of(n, c), times, "G-softmax", "cross entropy", ratio, bound)
@@ -254,12 +254,12 @@ def bench_small(clock: Clock, quick: bool) -> Iterator[dict[str, Any]]:
         on_gpu = interleaved(contenders, seconds=seconds / 3, clock=clock)
         for name, t in times.items():
             say(f"  {name:28s} {t.median * 1e6:8.1f} us a step, {on_gpu[name].median * 1e6:8.1f} us of them on the GPU")
-        # The same contender stands there twice: how far it is from itself is the noise.
+        # The same contender runs twice; the difference is noise.
         plain = [times[name].median for name in ("cross entropy", "cross entropy again")]
         noise = max(abs(plain[0] / plain[1] - 1), 0.05)
         ratio = times["G-softmax"].median / (sum(plain) / 2)
         yield row("compiled step", name_of(n, c), times, "G-softmax", "cross entropy", ratio, 1 + noise)
-        # What mu and sigma cost for being parameters at all, the term costs beside that.
+        # Cost of having mu and sigma as parameters, without the cost of the term.
         peer = "cross entropy, parameters alike"
         ratio = times["G-softmax"].median / times[peer].median
         yield row("compiled step, as many parameters", name_of(n, c), times, "G-softmax", peer, ratio, 1 + noise)
@@ -278,8 +278,8 @@ def row(
 def step_contenders(n: int, c: int) -> Contenders:
     """A linear model with its loss, compiled as one.
 
-    mu and sigma are two parameters more, each to be looked at, saved and given a gradient in every step, whatever it is
-    for.  So cross entropy stands there a third time, with a shift and a scale for each class.
+    mu and sigma are two more parameters, which cost time in every step whatever they are used for.  So cross entropy
+    runs a third time, with a shift and a scale per class.
     """
     torch.manual_seed(0)
     h, target = torch.randn(n, 256, device="cuda"), torch.randint(c, (n,), device="cuda")
@@ -301,7 +301,7 @@ def step_contenders(n: int, c: int) -> Contenders:
         def forward(h: Tensor) -> Tensor:
             return loss(model(h))
 
-        # Code of its own: else each contender is one more version of the same function, to be told from the others.
+        # A separate function, so that torch.compile does not recompile one function for every contender.
         forward.__code__ = forward.__code__.replace()
         step = torch.compile(forward, fullgraph=True, dynamic=False)
         leaves = [*model.parameters(), mu, sigma]

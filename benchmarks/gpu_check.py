@@ -1,8 +1,9 @@
 """Accuracy on a GPU: `python -m benchmarks.gpu_check`.
 
-Loss and gradients of the kernels against float64, in every option, at sizes that are multiples of nothing and at the
-largest ones, with outputs poisoned beforehand; then the same bits twice, no waiting for the GPU, CUDA graphs, compiled
-code, extreme values and second derivatives; and the linear layer in one.  A line for each, status 1 where one fails.
+Loss and gradients of the kernels against float64, in every option, at sizes that do not divide the tiles and at the
+largest ones, with outputs filled with NaN beforehand; then bit-identical repetition, no GPU synchronization, CUDA
+graphs, compiled code, extreme values and second derivatives; and the linear layer in one.  A line for each, status 1
+where one fails.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def exact(x, target, mu, sigma, lam, weight, ignore_index, reduction, smoothing,
 
 
 def errors(got: list[Tensor], expected: list[Tensor], dtype: torch.dtype, scale: float = 1.0) -> tuple[bool, str]:
-    """Whether loss and gradients are as good as their dtype; the errors in words.
+    """Whether loss and gradients are as accurate as their dtype allows, and the errors as text.
 
     `scale` is the gradient of a row's loss: where p is nearly 1, p - 1 is off by some 1e-7 of it in float32.
     """

@@ -1,4 +1,4 @@
-"""A million classes on many processes: what travels, what a step takes, and what that means for machines one has not.
+"""A million classes on many processes: communication, step time, and an extrapolation to larger machines.
 
     python -m benchmarks.scaling            measures 1, 2 and 4 processes here -> results/scaling.json, then the plot
     python -m benchmarks.scaling --plot     the plot alone, from the model below
@@ -9,7 +9,7 @@ The model of a training step of the head, for K processes with n rows of h (D nu
                         momentum), and on the wire (K - 1) (2 n D b + 32 n + 32) bytes sent by every process
     head on everyone    6 n D C operations, the same passes over C D weights, and 2 (K - 1)/K C D b bytes
 
-It leaves out the backbone, and overlapping anything with anything.
+It ignores the backbone and any overlap.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PLOT = ROOT / "docs" / "images" / "scaling.svg"
 
 @dataclass(frozen=True)
 class Machine:
-    """What the model takes for granted.  The first two were measured on an H200 (results/bench-gpu.json), the others
+    """Assumptions of the model.  The first two were measured on an H200 (results/bench-gpu.json), the others
     are the usual numbers of machines with eight of them."""
 
     operations: float = 4.32e14  # a second, bfloat16 products of 512 features with the loss in between
@@ -53,12 +53,12 @@ class Machine:
 
 
 def sent_by_shards(processes: int, rows: int, features: int, item: int = 2) -> float:
-    """Bytes that one process sends in a step with its classes in shards; the number of classes does not matter."""
+    """Bytes that one process sends per step with sharded classes, independent of their number."""
     return (processes - 1) * (2 * rows * features * item + 32 * rows + 32)
 
 
 def sent_by_copies(processes: int, classes: int, features: int, item: int = 2) -> float:
-    """The same for a head that every process has, whose gradients are summed."""
+    """The same for a replicated head, whose gradients are summed."""
     return 2 * (processes - 1) / processes * classes * features * item
 
 

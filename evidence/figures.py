@@ -97,7 +97,7 @@ def draw_map(cells: Mapping[str, Mapping[Cell, Difference | None]]) -> str:
 
 
 def forest_rows(found: Found) -> dict[str, list[Difference]]:
-    """By study: the differences in error, of studies with one label an example that choose nothing."""
+    """By study: the differences in error, single-label studies, without the tuning studies."""
     rows = {
         name: [d for d in differences(study, rows) if d.metric == "error"]
         for name, (study, rows) in found.items()
@@ -107,7 +107,7 @@ def forest_rows(found: Found) -> dict[str, list[Difference]]:
 
 
 def draw_forest(found: Mapping[str, Sequence[Difference]]) -> str:
-    """A panel for each study with a scale of its own: differences are large where data are few."""
+    """One panel per study, each with its own scale: differences are larger with less data."""
     panels = [_panel(name, of) for name, of in found.items()]
     title = "Difference in error, points: left of the line is better; filled is p < 0.05 (Holm)"
     drawn = [[name, d.setting, _numbers(d)] for name, of in found.items() for d in of]
@@ -188,7 +188,7 @@ def _svg(spec: Spec, title: str, drawn: list[Any]) -> str:
 
 
 def content(svg: str) -> list[str]:
-    """What a file says: its description, which has the numbers, and its words."""
+    """The content of a file: its description, which has the numbers, and its text."""
     return [e.text or "" for e in ElementTree.fromstring(svg).iter() if e.tag.endswith(("}desc", "}text"))]
 
 

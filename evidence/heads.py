@@ -61,7 +61,7 @@ class Adjusted(SoftmaxHead):
 
 
 class AdjustedG(Adjusted, GSoftmaxHead):
-    """The same with the z of G-softmax.
+    """Logit adjustment with the z of G-softmax.
 
     >>> head = AdjustedG(4, 2, lam=4.0)
     >>> head.loss(torch.zeros(6, 4), torch.tensor([0, 0, 0, 0, 0, 1])).ndim, head.gaussians.lam

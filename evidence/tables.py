@@ -352,7 +352,7 @@ class Case:
 
 
 def claims(found: Found, cost: Mapping[str, Any]) -> Iterator[tuple[str, str, list[Case]]]:
-    """Claim, unit of the differences, cases: settings of G-softmax in all studies but those that choose."""
+    """Claim, unit of the differences, cases: settings of G-softmax in all studies except the tuning ones."""
     tried = {name: pair for name, pair in found.items() if not name.startswith("tune-")}
     compared = [(n, d) for n, (s, rows) in tried.items() for d in differences(s, rows) if d.setting.startswith("G ")]
 
@@ -432,12 +432,12 @@ def verdicts(found: Found, cost: Mapping[str, Any]) -> str:
         lines.append([claim, *shown, _range(cases, unit), f"**{word(counts[0][0], counts[1][0], len(cases))}**"])
     parts = [
         _table(["claim", "better", "worse", "no difference shown", "differences", "verdict"], lines),
-        '"3 in 2" is three comparisons in two studies.  A comparison is a setting of G-softmax against the first '
-        "setting of its study in one metric: better or worse where p is below 0.05 after Holm's correction.  For claim "
-        "5 it is a measure in a study; for cost a head, better where it stays within the bound.  A claim *holds* where "
-        "more than half are better and none is worse, *in part* where fewer are; *the reverse* is said where some are "
-        "worse and none is better.  Where there are both it is *mixed*, or *mostly* the one that more than half are "
-        "and at least four times as many as the other; *not shown* where there is neither.",
+        '"3 in 2" means three comparisons in two studies.  A comparison tests one G-softmax setting against the '
+        "reference of its study in one metric; it is better or worse if p is below 0.05 after Holm's correction.  For "
+        "claim 5 it is one measure in a study; for cost it is one head, better if it stays within the bound.  A claim "
+        "*holds* if more than half of the comparisons are better and none is worse, and holds *in part* if fewer are "
+        "better; *the reverse* exchanges better and worse.  With both it is *mixed*, or *mostly* the side that has "
+        "more than half of the comparisons and at least four times as many as the other; *not shown* if there is none.",
     ]
     lost = {name: sum("metrics" not in r for r in rows) for name, (_, rows) in found.items()}
     if any(lost.values()):

@@ -31,7 +31,7 @@ quiet = pytest.mark.filterwarnings("ignore:.*deterministic")
 
 @functools.cache
 def _process() -> subprocess.Popen[str]:
-    """It takes a check's name a line and answers with a line; it ends with the process that started it."""
+    """Reads one check name per line and answers with one line; ends with its parent."""
     environment = dict(os.environ, OMP_NUM_THREADS="1", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
     environment.pop("PYTEST_ADDOPTS", None)
     if not GPU:
@@ -77,7 +77,7 @@ def _answer() -> None:
         output = io.StringIO()
         with contextlib.redirect_stdout(output):
             status = pytest.main([*options, "--show-capture=no", "--tb=short", json.loads(line)])
-        gc.freeze()  # pytest collects garbage five times a run: not among all of torch
+        gc.freeze()  # pytest collects garbage five times per run; skip torch's objects
         print(json.dumps([status, output.getvalue()]), file=answers, flush=True)
     gc.unfreeze()
 

@@ -33,7 +33,7 @@ OURS = ["attachment", "cli", "compare", "report", "sharded", "train"]
 CONTEXT.set_forkserver_preload(
     ["pytest", "safetensors.torch", *(f"torch.{m}" for m in TORCH), *(f"gsoftmax.{m}" for m in OURS)]
 )
-PATIENCE = 300  # seconds; only a process that hangs takes so long
+PATIENCE = 300  # seconds; only a hanging process takes longer
 
 
 @pytest.fixture(autouse=True)
@@ -153,7 +153,7 @@ def _be_a_program(call, args, cwd, environment, printed) -> None:
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which the tests ignore if they run in the background
     os.chdir(cwd)
-    os.environ.clear()  # that of the first test that started a process
+    os.environ.clear()  # the environment of the first test that started a process
     os.environ |= environment
     for name, stream in (("out", sys.stdout), ("err", sys.stderr)):
         with open(printed / name, "wb") as file:

@@ -230,7 +230,7 @@ def test_several_labels_of_two_models_leave_the_same_rows_out(tmp_path, monkeypa
     assert one.n == two.n == 299 and any("1 row with nan" in note for note in one.notes)
 
 
-def test_models_on_different_images_are_refused(tmp_path):
+def test_models_on_different_images_are_rejected(tmp_path):
     x, y = single()
     a = save(tmp_path / "a.npz", x=x, y=y)
     swapped = y.copy()
@@ -306,7 +306,7 @@ def test_what_cannot_be_used_is_left_out_with_a_note(tmp_path):
         ({"mu": np.zeros(4), "sigma": np.ones(4)}, r"mu must have the shape \(5,\)"),
     ],
 )
-def test_what_makes_no_sense_is_one_line(tmp_path, change, words):
+def test_invalid_input_is_one_line(tmp_path, change, words):
     x, y = single()
     np.savez(tmp_path / "a.npz", **({"x": x, "y": y} | change))
     with pytest.raises(ValueError, match=words) as error:
@@ -361,7 +361,7 @@ def test_half_precision_tensors(tmp_path):
     np.testing.assert_allclose(found.measures["ratio"], naive(x.double().numpy(), y)[2], rtol=1e-9)
 
 
-def test_csv_reads_names_and_says_where_it_stumbles(tmp_path):
+def test_csv_reads_names_and_reports_the_line_of_an_error(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("cat;y;dog\n1.5;cat;0.5\n2.5;0;1\n\n0;dog;2\n0.5;1;4\n")
     found = analyze(path)

@@ -1,4 +1,4 @@
-"""`attach` on the models people have: what stays the same, what trains, what is refused."""
+"""`attach` on common models: what stays the same, what trains, what is rejected."""
 
 from __future__ import annotations
 
@@ -432,7 +432,7 @@ def test_attached_loss_steps_tracked_gaussians_once():
     assert (head_of(model).mu != 0).all()
 
 
-def test_attached_loss_leaves_the_model_whole_after_an_error():
+def test_attached_loss_restores_the_model_after_an_error():
     model = attach(mlp())
     with pytest.raises(ValueError, match="target must lie between 0 and 4"):
         attached_loss(model, torch.randn(2, 8), torch.tensor([0, 9]))
@@ -624,7 +624,7 @@ def test_mistakes(case):
     assert "\n" not in str(error.value)
 
 
-def test_a_mistake_leaves_the_model_alone():
+def test_a_mistake_does_not_change_the_model():
     model = timm.create_model("resnet18", num_classes=5)
     fc = model.fc
     for wrong in ({"lamda": 2.0}, {"mu": [0.0, 1.0]}, {"sigma": -1.0}):
@@ -734,7 +734,7 @@ def _one_of_two(rank, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_processes_are_one_on_the_joined_batch(case, tmp_path):
+def test_two_processes_equal_one_on_the_concatenated_batch(case, tmp_path):
     one = _train_steps(case, False, 0, 1)
     (grads, state), other = processes.run(2, _one_of_two, case, store=tmp_path / "store")
     if CASES[case][1].get("gaussians") != "tracked" and CASES[case][0] == "gsoftmax":

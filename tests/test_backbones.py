@@ -185,7 +185,7 @@ def test_the_seed_decides_the_weights(name, shape, options, features):
 
 @pytest.mark.parametrize("name", ["vgg16", "wrn-16-4", "densenet-40-12", "resnet9", "cnn"])
 def test_channels_last_gives_the_same_features(name):
-    """In float64: the two layouts add up in two orders, and how far float32 is off then depends on the processor."""
+    """In float64: the two layouts sum in different orders, and float32 rounding depends on the processor."""
     torch.manual_seed(0)
     network = backbones.create(name, input_shape=(3, 32, 32)).double().eval()
     images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
@@ -334,7 +334,7 @@ def test_whitening_layer_is_set_from_images_saved_and_never_learned():
 
 
 @pytest.mark.parametrize("images", [torch.zeros(0, 3, 32, 32), torch.zeros(4, 1, 32, 32), torch.zeros(3, 32, 32)])
-def test_whitening_refuses_other_images(images):
+def test_whitening_rejects_other_images(images):
     network = backbones.create("resnet9", input_shape=(3, 32, 32), widths=(8, 8, 8))
     with pytest.raises(ValueError, match=r"images must be \(N, 3, H, W\)"):
         network.init_whiten(images)
@@ -463,7 +463,7 @@ def test_old_names_in_densenet_files(tmp_path):
     with torch.device("meta"):
         reference = torchvision.models.densenet121().state_dict()
     state = {}
-    for number, (key, tensor) in enumerate(reference.items()):  # each tensor holds a number of its own
+    for number, (key, tensor) in enumerate(reference.items()):  # each tensor contains a different number
         for part in ("norm1", "norm2", "conv1", "conv2"):
             if "denselayer" in key:
                 key = key.replace(f".{part}.", f".{part[:-1]}.{part[-1]}.")

@@ -98,7 +98,7 @@ def check_against_float64(shape, pool):
 
 
 def check_two_values_to_a_channel():
-    """They become -1 and 1 whatever they were: hardly any gradient is left, of differences of numbers up to 1 / std."""
+    """Two pixels always normalize to -1 and 1: the gradient cancels almost entirely, in terms up to 1 / std."""
     for got, expected in zip(*both(images((2, 7, 2, 3)), True), strict=True):
         close(got, expected, floor=20 * 2**-21)  # 1 / std is 20 at most here, and some eight numbers are rounded
 
@@ -150,7 +150,7 @@ def check_a_large_mean_keeps_the_variance():
 def check_ties_go_where_torch_takes_them(dtype):
     x = images((6, 20, 7, 6), dtype).float().round().to(getattr(torch, dtype))
     x = x.contiguous(memory_format=torch.channels_last)
-    x[0, 0] = -7  # all four alike
+    x[0, 0] = -7  # all four equal
     got, expected = both(x, True)
     assert ((got[1] != 0) == (expected[1] != 0)).all()
     assert (got[1][:, :, 6] == 0).all()  # the odd row

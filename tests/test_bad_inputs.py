@@ -152,7 +152,7 @@ VALUES = {
     "sync_batchnorm": "x 5 null",
     "checkpoint_minutes": "-1 NaN x null",
 }
-# how a line names the thing, where not by its key
+# what the error names, if not the key
 NAMED = {
     "evaluate_on": "evaluate_on|validation",
     "data": "data|npz|folder",
@@ -201,7 +201,7 @@ def test_options_of_heads(head, option, refused):
 
 # ------------------------------------------------------------------------------------------------- the command line
 
-# words of a command | what the line says.  In the folder: a file `file`, an empty folder `empty`.
+# words of a command | what the error says.  In the folder: a file `file`, an empty folder `empty`.
 COMMANDS = cases(
     {
         "": """
@@ -344,7 +344,7 @@ N, L, K = (
 )
 A, A2 = "arff/smoke-train.arff", "arff/smoke-test.arff"
 DAMAGE: list[tuple[str, str, Edit | str, str]] = [
-    # dataset, file, what is done to it, what the line says
+    # dataset, file, how it is damaged, what the error says
     *(("cifar10", B, cut(share), "data_batch_2") for share in (0, 0.001, 0.5, 0.999)),
     *(("cifar10", B, how, "data_batch_2") for how in ("gone", "folder", "loop")),
     ("cifar10", B, put("text"), "data_batch_2"),
@@ -446,7 +446,7 @@ def test_damaged_datasets(name, file, how, says, room, tmp_path, refused):
 
 
 ARRAYS: list[tuple[dict[str, object], str]] = [
-    # changes of the arrays of an .npz of a table with four columns, what the line says
+    # changes of the arrays of an .npz of a table with four columns, what the error says
     ({"x_train": None}, "x_train"),
     ({"y_train": None}, "y_train"),
     ({"x_test": None}, "x_test"),
@@ -522,7 +522,7 @@ def header(**changes: object) -> Edit:
 
 
 OUTPUTS: list[tuple[str, dict[str, object] | Edit | str, str]] = [
-    # file, arrays that differ or what is done to the bytes, what the line says
+    # file, arrays that differ or what is done to the bytes, what the error says
     *((kind, cut(share), kind) for kind in ("a.npz", "a.safetensors") for share in (0, 0.05, 0.5, 0.98)),
     *((kind, put(b"\x00\xff nonsense"), kind) for kind in ("a.npz", "a.safetensors", "a.csv")),
     *((kind, "folder", kind) for kind in ("a.npz", "a.safetensors", "a.csv")),
@@ -645,7 +645,7 @@ AS = "epochs=1 batch_size=512 train_fraction=0.5 threads=1"
 SUMMARY = "all/summary.json"
 TEXTS = (b"", b"text", b"[]", b"5", b"null", b"{", b"\xff\xfe", b'{"x": 1}')
 RUN_DAMAGE: list[tuple[str, str, Edit | str, str]] = [
-    # command, file, what is done to it, what the line says
+    # command, file, how it is damaged, what the error says
     *((f"evaluate {RUN}", Q, put(text), "metrics.jsonl|finished run") for text in TEXTS),
     *((f"evaluate {RUN}", Q, how, "metrics.jsonl|finished run") for how in ("gone", "folder", cut(0.5))),
     *((f"evaluate {RUN}", X, how, "outputs.safetensors") for how in ("gone", cut(0), cut(0.9), put("x"), "folder")),
@@ -730,7 +730,7 @@ def test_files_of_recipes(text, says):
     assert re.search(says, str(caught.value)) and "\n" not in str(caught.value), caught.value
 
 
-# ---------------------------------------------------------------------------------------------- in a process of its own
+# ---------------------------------------------------------------------------------------------- in a separate process
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ class Terminal:
         }
         environment["INPUTRC"] = os.devnull  # the machine's settings for the tab key do not matter
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-        # a process of its own, because forking one that has threads is unsafe
+        # a separate process, because forking one with threads is unsafe
         command = [sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])", *START[shell]]
         self.process = subprocess.Popen(
             command, cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0

@@ -64,7 +64,7 @@ def test_seed_and_epoch_decide_and_nothing_else_does(cifar):
     torch.rand(7)
     state = torch.random.get_rng_state()
     assert same(first, run())
-    assert torch.equal(torch.random.get_rng_state(), state)  # and the global generator is left alone
+    assert torch.equal(torch.random.get_rng_state(), state)  # the global generator is not used
     assert not same(first, run(seed=2))
     assert not same(first, run(epoch=4))
     assert not torch.equal(run(seed=0, epoch=1)[0][1], run(seed=1, epoch=0)[0][1])
@@ -78,7 +78,7 @@ def test_augmentation_belongs_to_the_example_not_to_the_batch(cifar):
     torch.testing.assert_close(rows(200), rows(7), rtol=0, atol=1e-5)
 
 
-def test_going_on_in_the_middle_of_an_epoch(cifar):
+def test_resuming_within_an_epoch(cifar):
     whole = list(data.train_batches(cifar, 32, seed=1, epoch=3, augment=ALL))
     assert len(whole) == 6
     for skip in range(7):

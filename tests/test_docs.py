@@ -197,7 +197,7 @@ make everything"""
 
 
 @pytest.mark.parametrize("wrong", STALE_COMMANDS.splitlines())
-def test_a_stale_command_is_noticed(wrong):
+def test_a_stale_command_is_detected(wrong):
     (words,) = commands(f"```sh\n{wrong}\n```\n")
     with pytest.raises((AssertionError, ValueError, TypeError, KeyError)):
         check_command(words)
@@ -225,7 +225,7 @@ def test_links_resolve(page):
     assert list(broken_links(ROOT / page, FOUND[page])) == []
 
 
-def test_a_broken_link_is_noticed():
+def test_a_broken_link_is_detected():
     text = "[a](nowhere.md) [b](README.md#no-such-heading) [c](README.md#what-it-costs) ![d](docs/images/no.svg)"
     assert [*broken_links(ROOT / "x.md", text)] == ["nowhere.md", "README.md#no-such-heading", "docs/images/no.svg"]
 

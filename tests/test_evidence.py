@@ -258,7 +258,7 @@ def test_diverged_and_missing_runs_are_counted_and_left_out(everything):
 
 
 @pytest.mark.parametrize("case", ["reference diverged", "all diverged", "one seed", "no pair"])
-def test_what_cannot_be_compared_is_not(case, everything):
+def test_incomparable_runs_are_not_compared(case, everything):
     study, rows = everything["few-1"]
     gone = {**WHERE, "diverged": "nan"}
     if case == "reference diverged":
@@ -339,7 +339,7 @@ def test_costs_are_shown_as_measured(everything):
     assert "softmax again" not in tables.cost_tables({}, everything) and "2.008" in tables.cost_tables(COST, {})
 
 
-def test_every_mark_has_text_whatever_there_is(everything, tmp_path, monkeypatch):
+def test_every_mark_has_text_for_any_rows(everything, tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "studies", lambda: {name: study for name, (study, _) in everything.items()})
     marks = {"verdicts", "summary", "tables", "cost"}
     assert tables.blocks(tmp_path) == dict.fromkeys(marks, tables.NOTHING) and figures.drawn(tmp_path) == {}
@@ -375,7 +375,7 @@ def test_verdicts_follow_from_the_rows():
         own = {"G a": {**shifts["G a"], "error": 0.4}} if name == "few-1" else {}
         own = {"G a": {"ratio": 0.9}} if name == "tune-x" else own
         rows = made({"softmax": {}, **shifts, **own}, range(12), single(), noise=0.003)
-        for row in rows:  # the same everywhere but for noise of its own
+        for row in rows:  # the same everywhere except for noise
             row["metrics"]["ratio"] = 0.5 if name != "tune-x" else row["metrics"]["ratio"]
         found[name] = (study_of(name, rows), rows)
     lines = [line.strip("| ").split(" | ") for line in tables.verdicts(found, COST).splitlines() if line[:1] == "|"]
@@ -425,7 +425,7 @@ def test_words(counts, expected):
     assert tables.word(*counts) == expected
 
 
-def test_figures_show_the_differences_and_are_drawn_alike(everything):
+def test_figures_show_the_differences_and_are_reproducible(everything):
     cells = figures.map_cells(everything)
     study, rows = everything["tune-cifar10"]
     assert set(cells) == {"error", "compactness", "separability", "ece"}

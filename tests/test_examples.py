@@ -174,7 +174,7 @@ def _compare_with_stored(printed: str, pictures: int) -> None:
         assert min(map(float, accuracies)) > 0.9
         assert len(re.findall(r"^gsoftmax against softmax, (?:500 images|5 seeds): error ", text, re.MULTILINE)) == 2
         compactness = re.search(r"^compactness +(\d\.\d+) +(\d\.\d+)$", text, re.MULTILINE).groups()
-        assert float(compactness[1]) > float(compactness[0])  # what the story says
+        assert float(compactness[1]) > float(compactness[0])  # as the notebook says
     # the same lines; their numbers, and what follows from them, may differ between processors
     labels = [[line.split()[:1] for line in text.splitlines()] for text in (stored, printed)]
     assert labels[0] == labels[1]

@@ -99,7 +99,7 @@ COMPILER = HEADER.is_file() and any(map(shutil.which, ("c++", "g++", "clang++"))
 NO_COMPILER = "inductor needs a C++ compiler and Python's headers"
 
 
-# the first: what inductor makes of the graph, run without compiling it
+# the first runs inductor's graph without generating code
 @pytest.mark.parametrize(
     "backend",
     [

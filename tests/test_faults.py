@@ -292,7 +292,7 @@ def test_watch_notes_the_first_signal_and_obeys_the_second(handled):
     assert handled == [signal.SIGTERM]  # re-raised, because nothing has stopped yet
 
 
-def test_watch_leaves_ignored_signals_alone(handled):
+def test_watch_keeps_ignored_signals_ignored(handled):
     """Ctrl-C reaches every process of a terminal; a pool's workers leave it to their parent."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with distributed.Watch(distributed.World(), minutes=0) as watch:

@@ -1,4 +1,4 @@
-"""Files and words that nobody wrote: whatever is read, only the documented errors come out, soon and in little memory.
+"""Fuzzing: readers and parsers raise only the documented errors, quickly and with little memory.
 
 A good file is changed at random places (bytes flipped, cut, repeated, moved).  EXPLORE=20 tries twenty times as much,
 and something else every time.
@@ -106,7 +106,7 @@ def documented(call: Callable[[], object]) -> None:
         call()
     except DOCUMENTED as error:
         first = str(error).splitlines()[0] if str(error) else ""
-        assert first, "an error without a word"
+        assert first, "an error without a message"
 
 
 # ------------------------------------------------------------------------------------------------------------ files
@@ -435,7 +435,7 @@ def test_command_lines(place, words):
 
 
 def test_mutation_changes_files():
-    """The changes do something: most of them make a file another one, and many a bad one."""
+    """Mutations are effective: most change the file, and many make it invalid."""
     raw = outputs("npz")
     rng = np.random.default_rng(0)
     kinds = ["flip", "set", "cut", "drop", "repeat", "insert", "move", "digit"]

@@ -142,7 +142,7 @@ def by_numpy(x, y, m, pooled=False, multilabel=False):
             own, others = rows[:, c], [rows[:, j] for j in range(m) if j != c]
             others = [np.concatenate(others)] if pooled else others
         mu, sigma = own.mean(), own.std()
-        kl = geometry.kl_divergence  # itself held to torch.distributions above
+        kl = geometry.kl_divergence  # compared with torch.distributions above
         divergence = [kl(mu, sigma, o.mean(), o.std()) + kl(o.mean(), o.std(), mu, sigma) for o in others]
         result["compactness"][c] = 1 / sigma
         result["separability"][c] = np.sum(divergence) / (2 * len(others))
@@ -216,7 +216,7 @@ def test_pooled_and_multilabel_tables():
 @pytest.mark.parametrize("form", FORMS)
 @SETTINGS
 @given(data=st.data())
-def test_any_cutting_and_any_merging_give_the_same(form, data):
+def test_any_split_and_merge_order_gives_the_same_result(form, data):
     n, m = data.draw(st.integers(1, 60)), data.draw(st.integers(2, 6))
     multilabel = form == "multilabel"
     x, y = outputs(n, m, seed=data.draw(st.integers(0, 99)), multilabel=multilabel)
@@ -247,7 +247,7 @@ def test_a_large_offset_costs_no_digits(case):
     torch.testing.assert_close(far.std, near.std, rtol=1e-9, atol=0)  # one-pass sums of squares keep four digits here
 
 
-def test_large_updates_are_cut_into_pieces(case, monkeypatch):
+def test_large_updates_are_processed_in_chunks(case, monkeypatch):
     form, x, y = case
     whole = new(form).update(x, y)
     measures = whole.geometry()

@@ -78,7 +78,7 @@ def _trainer(model, folder, rows=None, plain=False, **options):
 
 
 def _h(model, inputs):
-    """What the model hands its head."""
+    """The features that the model passes to its head."""
     seen = []
     handle = head_of(model).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     model(**inputs)
@@ -136,7 +136,7 @@ def test_outputs_are_the_models(tmp_path):
 
 
 def _step_by_hand(model, batch, lr):
-    """Parameters after a step of SGD on the mean cross entropy of all labels that count."""
+    """Parameters after a step of SGD on the mean cross entropy of all labels that are not ignored."""
     model = copy.deepcopy(model)
     z = model(input_ids=batch["input_ids"]).logits
     F.cross_entropy(z.flatten(0, 1), batch["labels"].flatten()).backward()
@@ -145,7 +145,7 @@ def _step_by_hand(model, batch, lr):
 
 @pytest.mark.parametrize("size, accumulate", [(8, 1), (2, 4)])
 def test_accumulation_is_one_large_batch(tmp_path, size, accumulate):
-    """Batches with different numbers of labels that count: mean of means would be another number."""
+    """Batches with different numbers of valid labels: a mean of means would differ."""
     ids, labels = torch.randint(20, (8, 6)), torch.randint(CLASSES, (8, 6))
     labels[torch.arange(6) > torch.arange(8)[:, None]] = -100
     rows = [{"input_ids": i, "labels": y} for i, y in zip(ids, labels, strict=True)]
@@ -229,7 +229,7 @@ def test_gaussians_have_groups_without_decay(tmp_path):
     assert [log["learning_rate"] for log in trainer.state.log_history if "learning_rate" in log] == []
 
 
-def test_an_optimizer_that_was_handed_in_stays(tmp_path):
+def test_a_user_supplied_optimizer_is_not_changed(tmp_path):
     model = _vit()
     mine = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = _trainer(model, tmp_path, _images(), optimizers=(mine, None))
@@ -262,7 +262,7 @@ def test_means_are_logged_at_logging_steps(tmp_path):
     assert len(evaluations) == 3 and not any("mu_mean" in log for log in evaluations)
 
 
-def test_a_resumed_run_ends_where_the_whole_one_does(tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     rows = [{"input_ids": torch.randint(20, (6,)), "labels": torch.randint(CLASSES, (6,))} for _ in range(16)]
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2, "weight_decay": 0.1}
     ended = []
@@ -299,7 +299,7 @@ def test_models_that_choose_among_outputs(tmp_path):
         _trainer(model, tmp_path).compute_loss(model, dict(batch))
 
 
-def test_several_heads_and_own_criteria_go_trainers_way(tmp_path):
+def test_several_heads_and_own_criteria_use_trainers_loss(tmp_path):
     model = _vit().eval()
     batch = _batch(_images())
     trainer = _trainer(model, tmp_path, compute_loss_func=lambda outputs, labels, **_: outputs.logits.sum())

@@ -376,7 +376,7 @@ def test_everything_is_written(path: str, monkeypatch: pytest.MonkeyPatch, shape
     monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
     monkeypatch.setattr(native, "_empty", torch.empty)
     monkeypatch.setattr(native, "_empty_like", torch.empty_like)
-    fill = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc fills what it hands out when asked to
+    fill = getattr(ctypes.CDLL(None), "mallopt", None)  # lets glibc fill new memory with a pattern
     try:
         if fill:
             fill(-6, 0x80)
@@ -546,8 +546,8 @@ def test_labels_out_of_range(path: str) -> None:
         gsoftmax_cross_entropy(x, target, mu, sigma, impl=path)
 
 
-def test_sigma_is_looked_at(path: str) -> None:
-    """By the kernels too, so that the check costs no step of its own."""
+def test_sigma_is_checked(path: str) -> None:
+    """The kernels check it too, so that no extra pass is needed."""
     x, target, mu, sigma = example(4, 5)
     for wrong in (0.0, -1.0, float("nan")):
         sigma[3] = wrong
@@ -613,7 +613,7 @@ def test_without_the_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_which_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processor's widest, but none wider than torch's, and what tests ask for."""
+    """The processor's widest, but not wider than torch's; tests can request others."""
     cases = {
         (3, "AVX512", ""): "AVX-512",
         (3, "SOMETHING NEW", ""): "AVX-512",
@@ -689,15 +689,15 @@ def test_compiles_without_a_warning_and_with_each_instruction_in_its_place(tmp_p
 
 
 @pytest.mark.parametrize("lie", ("__SIZEOF_POINTER__=4", "__BYTE_ORDER__=__ORDER_BIG_ENDIAN__"))
-def test_refused_where_numbers_would_be_wrong(tmp_path: Path, lie: str) -> None:
+def test_unsupported_machines_are_rejected_at_compile_time(tmp_path: Path, lie: str) -> None:
     """The layout of a job takes 64 bits and little-endian numbers for granted."""
     for compiler in compilers(tmp_path):
         command = [compiler, "-w", "-fsyntax-only", f"-D{lie}", SOURCE]
         assert "64-bit little-endian" in subprocess.run(command, capture_output=True, text=True).stderr, compiler
 
 
-def test_a_library_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Built for another machine, from another version, or not at all: said in words, and the loss goes another way."""
+def test_an_unusable_library_falls_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Built for another machine, from another version, or not at all: falls back and gives the reason."""
 
     def why(library: Path | None, source: Path = SOURCE) -> str:
         for name, value in (("_call", None), ("_why", "not looked for"), ("_files", lambda: (library, source))):
@@ -736,7 +736,7 @@ def test_a_library_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path
     for compiler in compilers(tmp_path):
         (tmp_path / "new.c").write_text("int missing(void); int gsoftmax_cross_entropy(void) { return missing(); }")
         subprocess.run([compiler, "-shared", "-fPIC", "-o", broken, tmp_path / "new.c"], check=True)
-        broken.rename(tmp_path / f"{compiler}.so")  # a loader may know a file by its name
+        broken.rename(tmp_path / f"{compiler}.so")  # loaders cache libraries by name
         assert why(tmp_path / f"{compiler}.so").startswith("the compiled kernel does not load")
 
 

@@ -118,7 +118,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("margin", [False, True])
-def test_x_never_exists_whole(margin):
+def test_x_is_never_stored_in_full(margin):
     values, target = inputs(bias=not margin)
     target_logit = torch.randn(N, requires_grad=True) if margin else None
     with Largest() as largest:

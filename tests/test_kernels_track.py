@@ -108,7 +108,7 @@ def launches(monkeypatch):
 
 
 def layer_of(classes, *, momentum=0.3, sigma_min=0.01, seed=0, **options):
-    """Tracked, each class with a Gaussian of its own."""
+    """Tracked, with a different Gaussian per class."""
     generator = np.random.default_rng(seed)
     mu, sigma = generator.normal(size=classes) * 2, generator.uniform(0.3, 3, classes)
     return GaussianLogits(

@@ -124,7 +124,7 @@ def test_two_runs_are_identical_and_a_stopped_one_resumes_exactly(head, tmp_path
     assert rows == [1, 2, 3]
 
 
-def test_heads_with_one_seed_start_alike_and_see_the_same_batches():
+def test_heads_with_one_seed_start_equal_and_see_the_same_batches():
     dataset = build.load_data(QUICK)
     networks = {h: build.network(QUICK.override({"head": h}), dataset) for h in HEADS}
     reference = networks["softmax"].state_dict()
@@ -403,5 +403,5 @@ def test_a_captured_step_is_the_same_step(name, shape, options, monkeypatch):
 
 
 def _agree(what, a, b):
-    largest = float(a.detach().abs().max())  # beside which what cancels to almost nothing is measured
+    largest = float(a.detach().abs().max())  # the scale for values that cancel to almost nothing
     torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5 * largest, msg=lambda text: f"{what}: {text}")

@@ -87,7 +87,7 @@ def test_state_round_trips(name, kind):
     assert kind in repr(module)
 
 
-def test_state_of_a_newer_format_is_refused():
+def test_state_of_a_newer_format_is_rejected():
     layer = GaussianLogits(3)
     state = layer.state_dict()
     assert state._metadata[""]["version"] == 1
@@ -379,7 +379,7 @@ def test_large_margin_head_anneals_saves_and_rests_in_evaluation():
 
 @pytest.mark.parametrize("margin", [1, 2, 3, 4])
 def test_large_margin_head_trains_by_default(margin):
-    """Three blobs, a high learning rate and the default anneal: it must not die."""
+    """Three blobs, a high learning rate and the default annealing: training must not collapse."""
     torch.manual_seed(margin)
     centres = 2 * torch.randn(3, 8)
     y = torch.randint(3, (512,))

@@ -100,7 +100,7 @@ def test_no_images_no_scores():
 
 
 @pytest.mark.parametrize("block", [1, 2**10, 2**30])
-def test_blocks_make_no_difference(monkeypatch, block):
+def test_the_result_does_not_depend_on_the_blocks(monkeypatch, block):
     x, y = training()
     stats = statistics(x, y)
     whole = ood._highest_log_density(x, stats.mean, stats.std)
@@ -120,7 +120,7 @@ def test_an_offset_of_all_outputs_leaves_the_measured_densities():
 
 
 @pytest.mark.parametrize("images", [0, 1])
-def test_a_class_without_two_images_is_passed_over(images):
+def test_a_class_without_two_images_is_skipped(images):
     x, y = training()
     keep = y != 2
     keep[2] = images == 1
@@ -138,7 +138,7 @@ def test_a_class_without_two_images_is_passed_over(images):
 
 @pytest.mark.parametrize("part", ["mean", "m2"])
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_a_class_whose_statistics_are_not_finite_is_passed_over(part, value):
+def test_a_class_with_non_finite_statistics_is_skipped(part, value):
     x, y = training()
     state = statistics(x, y).state_dict()
     state[part][2, 2] = value
@@ -179,7 +179,7 @@ def test_the_floor_follows_the_scale_of_the_outputs():
 @SETTINGS
 @given(st.data())
 def test_finite_outputs_have_finite_scores(data):
-    """Whatever classes are missing, whatever repeats."""
+    """With missing classes and repeated values."""
     classes = data.draw(st.integers(1, 4))
     value = st.sampled_from([0.0, 1.0, 1.0 + 2**-20, -3.0, 1e4, 1e-30, 3e38, -3e38])
     rows = st.lists(st.lists(value, min_size=classes, max_size=classes), min_size=2, max_size=8)
@@ -259,7 +259,7 @@ def test_detection_takes_the_scores_in_common():
 # -- on data ----------------------------------------------------------------------------------------------------------
 
 
-def test_gaussian_scores_tell_far_points_from_two_blobs():
+def test_gaussian_scores_separate_far_points_from_two_blobs():
     """A linear classifier of two blobs is surest of itself far away, where the Gaussians aren't."""
     y = torch.arange(2000) % 2
     centre = torch.tensor([[3.0, 0.0], [0.0, 3.0]])
@@ -314,13 +314,13 @@ def test_a_mistake_is_one_line(arguments, line):
     assert "\n" not in str(raised.value)
 
 
-def test_statistics_of_another_kind_are_refused():
+def test_statistics_of_another_kind_are_rejected():
     with pytest.raises(TypeError, match="stats must be a gsoftmax.geometry.ClassStatistics, got dict"):
         ood.scores(X, P, stats={"mean": X})
 
 
 @pytest.mark.parametrize("measure", [ood.auroc, ood.fpr_at])
-def test_scores_without_a_rank_are_refused(measure):
+def test_nan_scores_are_rejected(measure):
     with pytest.raises(ValueError, match="outside must hold numbers, got 1 NaN among 2 scores"):
         measure([1.0], [math.nan, 0.0])
     with pytest.raises(ValueError, match=r"inside must hold the scores of at least one image, got the shape \(0,\)"):
@@ -335,6 +335,6 @@ def test_a_share_is_a_fraction(share):
         ood.fpr_at([1.0], [0.0], share)
 
 
-def test_detection_without_common_scores_is_refused():
+def test_detection_without_common_scores_is_rejected():
     with pytest.raises(ValueError, match=r"a score in common, got \['a'\] and \['b'\]"):
         ood.detection({"a": [1.0]}, {"b": [1.0]})

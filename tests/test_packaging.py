@@ -413,7 +413,7 @@ def test_every_command_has_an_entry_or_needs_nothing():
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
-    """A folder with what the commands are given: a table, outputs, and a run trained where everything is installed."""
+    """A folder with input for the commands: a table, outputs, and a run trained with all dependencies installed."""
     folder = tmp_path_factory.mktemp("finished")
     document(folder)
     train.train(table_config(folder), folder / "run")

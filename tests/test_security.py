@@ -94,7 +94,7 @@ def write_checkpoint(path: Path, payload: object, how: str) -> None:
         torch.save(payload, path, _use_new_zipfile_serialization=how == "zip")
 
 
-def test_the_payloads_work_where_nobody_guards(tmp_path):
+def test_the_payloads_run_in_an_unrestricted_unpickler(tmp_path):
     for kind, payload in payloads(tmp_path / "proof").items():
         write_checkpoint(tmp_path / "x.pt", payload, "zip")
         torch.load(tmp_path / "x.pt", weights_only=False)
@@ -152,7 +152,7 @@ def resume_from(half_a_run: Path, run: Path, replace, capsys) -> str:
         warnings.simplefilter("always")
         status = cli.main(["train", "digits", *words])
     err = capsys.readouterr().err
-    assert status in (0, 2) and "Traceback" not in err, err  # begun again with a warning, or refused
+    assert status in (0, 2) and "Traceback" not in err, err  # restarted with a warning, or rejected
     return err
 
 
@@ -189,7 +189,7 @@ def forged(
 
 
 def refused_cheaply(path: Path, limit: int = 2**25) -> str:
-    """The message of the refusal, which took little memory."""
+    """The error message; raising it must not need much memory."""
     tracemalloc.start()
     try:
         with pytest.raises(ValueError) as caught:
@@ -414,7 +414,7 @@ def nested(depth: int) -> bytes:
         b"(dp0\nS'a'\np1\ncposix\nsystem\np2\n(S'true'\ntRs.",
     ],
 )
-def test_more_pickles_are_refused(evil):
+def test_more_pickles_are_rejected(evil):
     with pytest.raises(data.DataError, match="is rejected|is damaged") as caught:
         cifar.safe_unpickle(evil)
     assert "\n" not in str(caught.value)
@@ -599,7 +599,7 @@ def test_csv_cells_are_no_formulas(evil_report):
     assert found >= 4
 
 
-def test_the_terminal_is_not_steered(evil_report, capsys):
+def test_control_characters_do_not_reach_the_terminal(evil_report, capsys):
     for name in ("tables.txt", "tables.md", "tables.tex"):
         text = (evil_report / name).read_text("utf-8")
         assert not set(text) & set("\x1b\x07\x00\x08\x7f\r")
@@ -636,7 +636,7 @@ def calls(path: Path):
 
 
 def forbidden(name: str, keywords: dict[str | None, str]) -> str | None:
-    """Why a call may not stand in the source."""
+    """Why a call is forbidden in the source."""
     last = name.rpartition(".")[2]
     if name in ("eval", "exec", "compile", "__import__") or name.startswith("builtins."):
         return "runs code"
@@ -699,7 +699,7 @@ def test_the_only_unpickler_is_the_restricted_one():
         "tar.extract(m)", "os.system(x)", "subprocess.run(x, shell=True)", "tempfile.mktemp()", "Markup(x)",
     ],
 )  # fmt: skip
-def test_the_look_at_the_source_sees(line, tmp_path):
+def test_the_source_scan_finds_dangerous_calls(line, tmp_path):
     (tmp_path / "x.py").write_text(line)
     assert [forbidden(name, keywords) for _, name, keywords in calls(tmp_path / "x.py")][0]
 

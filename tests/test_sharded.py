@@ -1,4 +1,4 @@
-"""Heads with classes spread over processes, held to the whole head on the joined batch.
+"""Class-sharded heads, compared with the unsharded head on the concatenated batch.
 
 Four processes run the `check_...` functions below, one after the other, on all four or on the first one, two or three.
 """
@@ -150,7 +150,7 @@ def raises(env, words, call):
     except (ValueError, TypeError, OSError) as error:
         text = str(error)
     seen = gathered(env, text)
-    assert any(words in one for one in seen), f"nobody said {words!r}, but: {seen}"
+    assert any(words in one for one in seen), f"no process raised {words!r}, but: {seen}"
     assert all(words in one or "stopped because of an error on process" in one for one in seen), seen
     assert "\n" not in text
 
@@ -335,7 +335,7 @@ def check_nothing_holds_all_logits(env):
         head.loss(h, target, label_smoothing=0.1).backward()
     # h of all, as bytes; the own logits are 256,000 and all are 1,024,000
     assert largest.elements == n * env.size * D * 4, largest.elements
-    # h there and dh back, targets, header, and 2 numbers and a maximum a row
+    # h forward and dh backward, targets, header, and 2 numbers and a maximum per row
     k, rows = env.size, n * env.size
     there = (k - 1) * (n * D * 4 + n * 8 + 4 * 8) + (k - 1) / k * rows * D * 4 + 2 * (k - 1) / k * rows * 3 * 4
     assert wire.total == round(there), (wire, there)
@@ -374,7 +374,7 @@ def check_frozen_parts(env):
 
 @check()
 def check_copies(env):
-    """A deep copy, such as an average of weights keeps, has parameters of its own; state_dict goes back in."""
+    """A deep copy, as used for weight averaging, has its own parameters; state_dict can be loaded again."""
     head, whole, own, *data = setup(env, 10)
     other = copy.deepcopy(head)
     state = {name: t.clone() for name, t in head.state_dict().items()}
@@ -514,7 +514,7 @@ def check_top1_error(env):
 
 @check()
 def check_tracked_gaussians(env):
-    """They follow the same rows as one process's: ignored ones are left out, eval and no_grad leave them alone."""
+    """They use the same rows as a single process: no ignored rows, and no update in eval mode or under no_grad."""
     for classes in (10, 3):
         head, whole, own = heads(env, classes, gaussians="tracked", momentum=0.3)
         for step in range(3):
@@ -745,7 +745,7 @@ def check_class_statistics_of_odd_classes(env):
         close(got.dprime(), want.dprime(), 1e-9)
         with sharded.bytes_on_wire() as wire:
             got.separability()
-        assert wire.total < 1000  # a few numbers a class, not the 63 outputs
+        assert wire.total < 1000  # a few numbers per class, not the 63 outputs
     h_bad = torch.full((1, D), torch.nan if env.rank == 1 else 1.0).double()
     raises(env, "x must be finite", lambda: got.update(head.features(h_bad), torch.tensor([1])))
     raises(env, "x must be the DTensor", lambda: got.update(h, target))
@@ -789,7 +789,7 @@ def groups(backbone, head):
 
 
 def resumed(world, path, name):
-    """Three processes train and save, two go on, then one: against one run without interruption."""
+    """Three processes train and save, two continue, then one: compared with one uninterrupted run."""
     make = OPTIMIZERS[name]
     expected_head = None
     for k, steps in ((3, range(0, 3)), (2, range(3, 6)), (1, range(6, 8))):
@@ -1024,7 +1024,7 @@ def check_mistakes_end_on_every_process(env):
     # On a GPU labels are not looked at, so one that no process has must not give a loss that looks right.
     with mock.patch.object(checks, "check_labels"):
         assert torch.isnan(head.loss(h, torch.tensor([0, 7])))
-    # and afterwards everybody is in step
+    # and afterwards all processes are in step
     assert torch.isfinite(head.loss(h, target))
 
 

@@ -134,7 +134,7 @@ def test_holm_rejects_what_the_step_down_procedure_rejects(p, alpha):
     assert all(0 <= raw <= new <= 1 for raw, new in zip(p, adjusted, strict=True))
 
 
-def test_holm_passes_over_nan():
+def test_holm_skips_nan():
     assert holm([0.01, math.nan, 0.02]).tolist()[0::2] == [0.02, 0.02] and math.isnan(holm([math.nan])[0])
 
 

@@ -117,7 +117,7 @@ def test_copies_and_saved_states(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_to_and_half_leave_the_numbers_alone(name):
+def test_to_and_half_do_not_change_the_statistics(name):
     metric, x, y, expected = fed(name)
     metric.to("cpu").half()
     if name.startswith("geometry"):
@@ -193,7 +193,7 @@ def _process(rank):
         for batch, labels in zip(x[part].split(20), y[part].split(20), strict=True):
             metric.update(batch, labels)
         results[name] = metric.compute()
-        metric.update(x[:10], y[:10])  # what compute() gathered is put aside again: this process goes on with its own
+        metric.update(x[:10], y[:10])  # compute() restores this process's own state afterwards
         results[name + ", again"] = metric.compute()
         if name == "geometry":
             results["whole"] = metric.geometry().ratio
@@ -206,7 +206,7 @@ def _process(rank):
     return results
 
 
-def test_two_processes_are_one_on_the_joined_data(tmp_path):
+def test_two_processes_equal_one_on_the_concatenated_data(tmp_path):
     ranks = processes.run(2, _process, store=tmp_path / "store")
     for name, (_, data, expected) in CASES.items():
         x, y = data()

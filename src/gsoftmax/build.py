@@ -235,7 +235,7 @@ def optimizer(config: Config, network: Network) -> torch.optim.Optimizer:
 
 @dataclass
 class Parts:
-    """What a run is made of and what its checkpoints contain."""
+    """The parts of a run, and the state of its checkpoints."""
 
     network: Network
     loss: Callable[..., Tensor]  # the network, wrapped by DDP and torch.compile

@@ -189,7 +189,7 @@ def check_form(form: str, x_pos: Tensor, x_neg: Tensor | None) -> None:
     if x_pos.ndim > 2:
         raise ValueError(f"x_pos must be (N, L) or (L,), got {tuple(x_pos.shape)}")
     if (x_neg is None) != (form == "msml"):
-        need = "has one output a label: x_neg must be None" if form == "msml" else "needs x_neg beside x_pos"
+        need = "has one output per label: x_neg must be None" if form == "msml" else "needs x_neg beside x_pos"
         raise ValueError(f"form={form!r} {need}, got {'None' if x_neg is None else tuple(x_neg.shape)}")
     if x_neg is not None and x_neg.shape != x_pos.shape:
         raise ValueError(f"x_neg must have x_pos's shape {tuple(x_pos.shape)}, got {tuple(x_neg.shape)}")

@@ -136,7 +136,7 @@ def parser() -> argparse.ArgumentParser:
     """The parser of all commands; a command's help is its function's docstring."""
     root = _Parser(
         prog="gsoftmax",
-        description="Compare softmax, L-softmax and G-softmax, and measure how compact and how far apart classes are.",
+        description="Compare softmax, L-softmax and G-softmax, and measure class compactness and separability.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -205,7 +205,7 @@ def parser() -> argparse.ArgumentParser:
     outputs = "x (N, C), y (N,) or (N, C), optionally p, names, mu, sigma, lam"
     against = argument("--against", metavar="OTHER", help="another model's outputs on the same images")
     add(_analyze, argument("outputs", metavar="OUTPUTS", help=outputs), against, *report)
-    paper = argument("--paper", metavar="DIR", help="the paper's tables beside the runs of `gsoftmax reproduce` in DIR")
+    paper = argument("--paper", metavar="DIR", help="the paper's tables with the runs of `gsoftmax reproduce` in DIR")
     add(_report, argument("runs", nargs="*", metavar="RUN"), paper, *report)
     for run in (_datasets, _recipes, _heads):
         add(run)
@@ -350,7 +350,7 @@ def _evaluate(args: argparse.Namespace) -> None:
 
 
 def _reproduce(args: argparse.Namespace) -> None:
-    """Run a table of the paper and print its numbers beside ours.
+    """Run a table of the paper and print the published numbers and ours.
 
     examples:
       gsoftmax reproduce table1 --smoke                   # every row, two epochs on generated files
@@ -377,7 +377,7 @@ def _reproduce(args: argparse.Namespace) -> None:
 
 
 def _analyze(args: argparse.Namespace) -> None:
-    """Measure the classes of any model from a file of its outputs: .npz, .safetensors or .csv with x and y.
+    """Metrics and class geometry of any model from a file of its outputs: .npz, .safetensors or .csv with x and y.
 
     example:
       gsoftmax analyze softmax.npz --against mine.npz      # two models on the same images

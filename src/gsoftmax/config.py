@@ -42,7 +42,7 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
 
 @dataclass(frozen=True)
 class Config:
-    """Everything a run depends on.  A recipe says what differs from these defaults.
+    """Everything a run depends on.  A recipe lists its differences from these defaults.
 
     >>> Config().override({"head": "gsoftmax", "head_options.lam": 0.5}).head_options
     {'lam': 0.5}

@@ -24,9 +24,9 @@ class GaussianLogits(nn.Module):
     """The layer z = x + lam * Phi((x - mu) / sigma), for use inside a model: it needs no labels.
 
     Every module of this package that has mu and sigma keeps them in such a layer.  sigma = sigma_min + exp(rho) is
-    positive whatever the optimizer does to rho.
+    positive for every rho.
 
-    num_classes: number of classes C, each with a Gaussian of its own
+    num_classes: number of classes C, each with its own Gaussian
     lam: weight of the Gaussian term, 0 for plain softmax
     mu, sigma: initial values, a number or one per class; `fit_gaussians` takes them from data instead
     gaussians: "learned" by back-propagation; "fixed" at the initial values; "tracked", the running mean and standard

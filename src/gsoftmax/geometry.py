@@ -12,7 +12,7 @@ As in the paper (equation numbers in parentheses), for class c:
     separability_c = 1/(2(m-1)) sum_(j != c) [ KL(N_c || N_j) + KL(N_j || N_c) ]        (19), KL as in (18)
     ratio_c        = separability_c / sigma_c                                           (20)
 
-Compactness and ratio change when x is merely rescaled, so a model can "improve" both by shrinking its outputs. Two
+Compactness and ratio depend on the scale of x, so a model can "improve" both by shrinking its outputs. Two
 scale-free measures complement them: `relative_sigma` (sigma over the distance to the nearest impostor, smaller is
 tighter) and `dprime` (the distance to the impostors in units of the common standard deviation, larger is better).
 

@@ -70,7 +70,7 @@ class _Case:
             return self.cls(*self.sizes, **self.options).to(dtype)
 
 
-Check = Callable[[_Case], Iterator[str]]  # yields how the head's name goes on
+Check = Callable[[_Case], Iterator[str]]  # yields messages, to be prefixed with the head's name
 
 
 def _broken(check: Check, case: _Case) -> list[str]:

@@ -1,6 +1,6 @@
 """Small generated files in each dataset's real format, for end-to-end smoke tests.
 
-Every class has a color of its own, so a network can learn something from a handful of images. A file called SMOKE marks
+Every class has its own color, so a network can learn something from a handful of images. A file called SMOKE marks
 the folder: loaders then require no published sizes or checksums, and add "(smoke)" to the dataset's name.
 """
 

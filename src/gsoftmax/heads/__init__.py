@@ -1,4 +1,4 @@
-"""Heads: the last linear layer of a classifier together with the loss that belongs to it.
+"""Heads: the last linear layer of a classifier and its loss.
 
 A built-in head is a file here, named after the head, and an entry in `HEADS`: the only list of heads.
 """

@@ -1,4 +1,4 @@
-"""Colours: Okabe and Ito's, which people with any kind of colour vision tell apart, the same for a head everywhere."""
+"""Colour-blind safe colours (Okabe and Ito), fixed per head."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def render(doc: Document) -> str:
     """The page as text."""
     small = trim(doc)
     paint = colours(doc["heads"])
-    few = f"The first {_MOST_TABLE_ROWS} of {{:,}} rows; tables written beside the page have all."
+    few = f"The first {_MOST_TABLE_ROWS} of {{:,}} rows; the table files have all."
     rest = [*tables.over_classes(small), tables.correlations(small), tables.classes(small)]
     return _fill(
         "report.html",
@@ -72,7 +72,7 @@ def render(doc: Document) -> str:
 
 
 def playground() -> str:
-    """The playground as a page of its own."""
+    """The playground as a separate page."""
     return _fill("playground.html", specs_json={"playground": specs.playground()})
 
 

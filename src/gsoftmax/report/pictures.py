@@ -1,6 +1,6 @@
 """The pictures of the README, from committed results: `python -m gsoftmax.report.pictures`.
 
-`python -m gsoftmax.report.pictures runs/digits` first takes the results anew from a comparison's folder.
+`python -m gsoftmax.report.pictures runs/digits` first updates the results from a comparison's folder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The figures of a report as Vega-Lite, for the page and for files alike.
+"""The figures of a report as Vega-Lite, for the page and for files.
 
 A spec names the part of the document that it draws (`data.name`) and selects its rows by parameters: `doc` (classes,
 heads, colours, seeds, metrics), `sides` (what own outputs and impostors are called) and the choices `cls`, `head` and
@@ -381,7 +381,7 @@ def _seeds(each: list[Spec], row: str, title: str | None) -> list[Spec]:
 
 
 def _fill_container(spec: Spec, height: int, heads: Sequence[str] = ()) -> Spec:
-    """The spec as wide as its place on the page, which has a key of its own."""
+    """The spec at the width of its container; the page has its own legend."""
     page = {"background": "transparent", "legend": {"disable": True}, "axisXDiscrete": {"labelAngle": 0}}
     style = config(heads, "currentColor", "system-ui, sans-serif", **page)
     fit = {"type": "fit-x", "contains": "padding"}
