@@ -18,7 +18,8 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 # What an example prints about its accuracy, the number of such lines, and what the worst of them must reach.  Other
-# seeds and processors change these numbers: the worst of five seeds is about 0.03 above each limit.
+# seeds and processors change these numbers: over five seeds or more, plain_loop, timm_attach, lightning_callback,
+# tensorboard_histograms and multilabel stayed 0.026 or more above their limits; the others were run with one seed.
 LEARNED = {
     "plain_loop.py": (r"^g?softmax +(0\.\d+)", 2, 0.93),
     "timm_attach.py": (r"^epoch 8 .* accuracy (\d\.\d+)", 1, 0.95),
