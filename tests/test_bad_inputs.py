@@ -565,7 +565,7 @@ OUTPUTS: list[tuple[str, dict[str, object] | Edit | str, str]] = [
     ("a.npz", {"mu": np.zeros(3), "sigma": np.ones(3), "lam": np.zeros(2)}, "lam must"),
     ("a.npz", {"mu": np.zeros(3), "sigma": np.ones(3), "lam": np.array("x")}, "lam must"),
     ("a.safetensors", put(struct.pack("<Q", 2**60) + b"{}"), "a.safetensors"),
-    ("a.safetensors", put(struct.pack("<Q", 2) + b"{}"), "must hold x and y"),
+    ("a.safetensors", put(struct.pack("<Q", 2) + b"{}"), "must have x and y"),
     ("a.safetensors", header(shape=[10**9, 10**9]), "a.safetensors"),
     ("a.safetensors", header(shape=[-60, 3]), "a.safetensors"),
     ("a.safetensors", header(data_offsets=[0, 10**12]), "a.safetensors"),

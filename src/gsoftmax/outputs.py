@@ -22,6 +22,7 @@ import math
 import os
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -405,7 +406,7 @@ class _Csv:
             raise ValueError(
                 f"{path.name} must begin with a header: y and the classes' names, got {first.strip()[:60]!r}"
             )
-        if twice := [cell for cell in self.header if self.header.count(cell) > 1]:
+        if twice := [cell for cell, n in Counter(self.header).items() if n > 1]:
             raise ValueError(f"the columns of {path.name} must have different names, got {twice[0]!r} twice")
         place = {cell: i for i, cell in enumerate(self.header)}
         self.truth = next((place[a] for a in ALIASES["y"] if a in place), None)

@@ -174,7 +174,7 @@ _ORDER = {"cpu": ("native", "chunked"), "cuda": ("triton", "chunked")}
 _WHY = {"native": "the compiled kernel", "triton": "x is on a GPU"}
 _NAMES = ("x", "target", "mu", "sigma", "weight")
 _LINEAR_NAMES = ("h", "target", "mu", "sigma", "class_weight", "weight", "bias")
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_PLAIN_TYPES, _STRIDED = (Tensor, torch.nn.Parameter), torch.strided
 _HALF_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -182,20 +182,20 @@ def _choose(
     impl: str, lam: float, tensors: Sequence[Any], names: tuple[str, ...] = _NAMES, why_first: str = ""
 ) -> tuple[str, str]:
     """(path, why): the first candidate without a reason against it; a ValueError where `impl` names one that has."""
-    if impl == "plain":
-        return "plain", "impl='plain'"
-    checks.check_choice("impl", impl, IMPLS)
-    auto, device = impl == "auto", tensors[0].device.type
+    if impl != "auto":
+        checks.check_choice("impl", impl, IMPLS)
+        if impl != "plain" and (why := _unsupported(impl, lam, tensors, names)):
+            raise ValueError(f"impl={impl!r} is not available: {why}; impl='auto' falls back automatically")
+        return impl, f"impl={impl!r}"
+    device = tensors[0].device.type
     reasons: list[str] = []
-    for path in _ORDER.get(device, ()) if auto else (impl,):
+    for path in _ORDER.get(device, ()):
         why = _unsupported(path, lam, tensors, names)
-        if not why and auto and path != "native":
+        if not why and path != "native":
             why = _slower(path, tensors[0], names)
         if not why:
-            return path, reasons[-1] if reasons else why_first or _WHY[path] if auto else f"impl={impl!r}"
+            return path, reasons[-1] if reasons else why_first or _WHY[path]
         reasons.append(why)
-    if not auto:
-        raise ValueError(f"impl={impl!r} is not available: {reasons[0]}; impl='auto' falls back automatically")
     return "plain", "; ".join(dict.fromkeys(reasons)) or f"{names[0]} is on {device}"
 
 
@@ -220,13 +220,13 @@ def _unsupported(path: str, lam: float, tensors: Sequence[Any], names: tuple[str
     if path == "triton" and (why := load_triton("triton_ce") or triton_ce.unsupported(x, lam)):
         return why
     cpu = x.is_cpu
-    for i, v in enumerate(tensors):
+    for name, v in zip(names, tensors, strict=True):
         if v is None:
             continue
-        if not compiling and (type(v) not in _PLAIN_TYPES or v.layout is not torch.strided or v.is_neg()):
-            return f"{names[i]} is a {type(v).__name__} of layout {v.layout}, not a plain array in memory"
-        if v.is_cpu != cpu or not (cpu or v.device == x.device):
-            return f"{names[i]} is on {v.device}, {names[0]} on {x.device}"
+        if not compiling and (type(v) not in _PLAIN_TYPES or v.layout is not _STRIDED or v.is_neg()):
+            return f"{name} is a {type(v).__name__} of layout {v.layout}, not a plain array in memory"
+        if v.is_cpu is not cpu or not (cpu or v.device == x.device):
+            return f"{name} is on {v.device}, {names[0]} on {x.device}"
     if target.requires_grad or (weight is not None and weight.requires_grad):
         return "target or weight requires a gradient"
     if x.numel() == 0:
@@ -235,11 +235,11 @@ def _unsupported(path: str, lam: float, tensors: Sequence[Any], names: tuple[str
         return ""
     if target.is_floating_point() and torch.float64 in (target.dtype, None if weight is None else weight.dtype):
         return "target or weight is torch.float64"
-    if path == "native":
-        if not cpu:
-            return f"{names[0]} is on {x.device.type}"
-        return native.unavailable() if x.dtype in _HALF_OR_SINGLE else f"{names[0]} is {x.dtype}"
-    return ""
+    if path == "chunked":
+        return ""
+    if not cpu:
+        return f"{names[0]} is on {x.device.type}"
+    return native.unavailable() if x.dtype in _HALF_OR_SINGLE else f"{names[0]} is {x.dtype}"
 
 
 def _slower(path: str, x: Tensor, names: tuple[str, ...]) -> str:

@@ -48,9 +48,8 @@ class Loss:
 class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        *inputs, loss = arguments
-        x, need = inputs[0], ctx.needs_input_grad[:-1]
-        early = loss.early(x)
+        inputs, loss, need = arguments[:-1], arguments[-1], ctx.needs_input_grad[:-1]
+        x, early = inputs[0], loss.early(inputs[0])
         value, *gradients = loss(inputs, need if early else (False,) * len(need))
         # The last two for their version: an error if they are changed in place.
         ctx.save_for_backward(*inputs, loss.target, loss.options.weight)
