@@ -99,8 +99,10 @@ class GaussianLogits(nn.Module):
     @property
     def sigma(self) -> Tensor:
         """The standard deviations (classes,), sigma_min + exp(rho)."""
-        rho = self.rho if self.rho.dtype == torch.float64 else self.rho.float()
-        return self.sigma_min + rho.exp()
+        rho = self.rho
+        if rho.dtype is not torch.float32 and rho.dtype is not torch.float64:
+            rho = rho.float()
+        return rho.exp() + self.sigma_min
 
     def reset_parameters(self) -> None:
         """Reset mu and sigma to their initial values."""

@@ -220,13 +220,13 @@ def _unsupported(path: str, lam: float, tensors: Sequence[Any], names: tuple[str
     if path == "triton" and (why := load_triton("triton_ce") or triton_ce.unsupported(x, lam)):
         return why
     cpu = x.is_cpu
-    for name, v in zip(names, tensors, strict=True):
+    for i, v in enumerate(tensors):
         if v is None:
             continue
         if not compiling and (type(v) not in _PLAIN_TYPES or v.layout is not _STRIDED or v.is_neg()):
-            return f"{name} is a {type(v).__name__} of layout {v.layout}, not a plain array in memory"
+            return f"{names[i]} is a {type(v).__name__} of layout {v.layout}, not a plain array in memory"
         if v.is_cpu is not cpu or not (cpu or v.device == x.device):
-            return f"{name} is on {v.device}, {names[0]} on {x.device}"
+            return f"{names[i]} is on {v.device}, {names[0]} on {x.device}"
     if target.requires_grad or (weight is not None and weight.requires_grad):
         return "target or weight requires a gradient"
     if x.numel() == 0:
