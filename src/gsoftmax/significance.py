@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from functools import cache
 from statistics import NormalDist
 from typing import Any
 
@@ -370,6 +371,7 @@ def t_cdf(t: float, dof: float) -> float:
     return tail if t < 0 else 1 - tail
 
 
+@cache  # the same few degrees of freedom again and again
 def t_quantile(q: float, dof: float) -> float:
     """The t with P(T <= t) = q for Student's t.
 
