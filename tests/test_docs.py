@@ -318,7 +318,10 @@ def test_the_site_builds_without_a_warning(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run([*build, str(DOCS), str(site)], capture_output=True, text=True, env=environment)
     assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
-    text = {page.stem: page.read_text("utf-8") for page in site.rglob("*.html")}
+    names = {
+        page.relative_to(site).with_suffix("").as_posix().removeprefix("api/"): page for page in site.rglob("*.html")
+    }
+    text = {name: page.read_text("utf-8") for name, page in names.items()}
     assert {Path(page).stem for page in FOUND if page.startswith("docs/")} | {"playground"} <= {*text}
     for page, html in text.items():  # nothing is loaded from other hosts; tests/test_browser.py checks the playground
         urls = re.findall(r"<(?:script|img|iframe|link|source)\b[^>]*?(?:src|href)=\"([^\"]+)\"", html)
