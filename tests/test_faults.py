@@ -90,9 +90,56 @@ def test_damaged_checkpoints_do_not_push_out_new_ones(tmp_path):
     assert good == ["epoch-000001", "epoch-000002"]
 
 
-def test_two_checkpoints_are_kept_and_nothing_partial(undisturbed):
-    assert [p.name[:12] for p in checkpoints(undisturbed)] == ["epoch-000002", "epoch-000003"]
-    assert not list(undisturbed.rglob("*.partial")) and not (undisturbed / ".lock").exists()
+def test_two_checkpoints_are_kept_until_the_end_and_nothing_partial(undisturbed, tmp_path):
+    interrupt(QUICK.override({"epochs": 4}), tmp_path / "run", 4)
+    assert [p.name[:12] for p in checkpoints(tmp_path / "run")] == ["epoch-000002", "epoch-000003"]
+    assert not (undisturbed / "checkpoint").exists()
+    for folder in (undisturbed, tmp_path / "run"):
+        assert not list(folder.rglob("*.partial")) and not (folder / ".lock").exists()
+
+
+@pytest.mark.parametrize("written", range(5))
+def test_a_crash_between_any_two_writes_at_the_end_loses_nothing(written, undisturbed, tmp_path, monkeypatch):
+    """The model, the outputs, the final row, and one of two checkpoints: the next one is not written or removed."""
+    config, folder, count = QUICK.override(DROPOUT), tmp_path / "run", []
+
+    def stop_after(module, name):
+        original = getattr(module, name)
+
+        def counted(first, *rest, **options):
+            at_end = name != "log" or "final" in rest[0]
+            if at_end and len(count) == written:
+                raise InterruptedError
+            count.extend([1] * at_end)
+            return original(first, *rest, **options)
+
+        monkeypatch.setattr(module, name, counted)
+
+    stop_after(runs, "save_tensors")
+    stop_after(runs.RunFolder, "log")
+    unlink = Path.unlink
+
+    def checkpoint_gone(path, **options):
+        if path.suffix == ".pt" and (folder / "outputs.safetensors").exists():
+            if len(count) == written:
+                raise InterruptedError
+            count.append(1)
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", checkpoint_gone)
+    with pytest.raises(InterruptedError):
+        train.train(config, folder)
+    monkeypatch.undo()
+    finished = written > 2
+    assert len(count) == written and (runs.read_result(folder) is not None) == finished
+    assert len(checkpoints(folder)) == (2 if written < 4 else 1)
+    epochs = []
+    train.train(config, folder, resume=True, progress=epochs.append)
+    assert not epochs  # nothing was trained again
+    for name in ("outputs", "model"):
+        path = f"{name}.safetensors"
+        assert (folder / path).read_bytes() == (undisturbed / path).read_bytes()
+    assert runs.read_result(folder) and not (folder / "checkpoint").exists()
 
 
 def test_the_clock_asks_for_checkpoints_inside_an_epoch(undisturbed, tmp_path, monkeypatch):

@@ -86,7 +86,8 @@ def test_every_recipe_is_valid_and_every_row_is_there():
             assert all(schedule(n) >= 0 for n in range(1, config.epochs + 1))
     wide = find("wrn-cifar10-gsoftmax").config()
     assert (wide.backbone, wide.batch_size, wide.head_options["lam"]) == ("wrn-40-14", 128, 0.5)
-    assert find("nuswide-gsoftmax(0,2)").config().head_options == {"lam": 1.0, "lr_mult": 100, "sigma": 2}
+    options = find("nuswide-gsoftmax(0,2)").config().head_options
+    assert options == {"lam": 1.0, "lr_mult": 6.25, "log_sigma": False, "sigma": 2}
     with pytest.raises(ValueError, match="unknown recipe 'wrn-cifar10', did you mean 'wrn-cifar10"):
         find("wrn-cifar10")
 
@@ -141,7 +142,7 @@ def test_heads_with_one_seed_start_equal_and_see_the_same_batches():
 
 def test_a_run_folder_describes_itself_and_is_not_overwritten(tmp_path):
     result = train.train(QUICK.override({"head": "gsoftmax"}), tmp_path / "run")
-    files = {"config.json", "environment.json", "metrics.jsonl", "outputs.safetensors", "checkpoint"}
+    files = {"config.json", "environment.json", "metrics.jsonl", "outputs.safetensors", "model.safetensors"}
     assert {p.name for p in (tmp_path / "run").iterdir()} >= files
     saved = load_file(tmp_path / "run" / "outputs.safetensors")
     x, p, y = saved["x"].double(), saved["p"], saved["y"]
@@ -294,7 +295,8 @@ def test_smoke_numbers_are_never_shown_as_results(tmp_path, capsys, monkeypatch)
     monkeypatch.chdir(tmp_path)
     status, out, _ = run(capsys, "reproduce", "table1", "--row", "wrn-cifar10-gsoftmax", "--smoke")
     assert status == 0 and "smoke ok" in out and "no result" in out
-    ours = 100 * runs.read_result(tmp_path / "runs" / "reproduce" / "smoke" / "wrn-cifar10-gsoftmax")["error"]
+    made = tmp_path / "runs" / "reproduce" / "smoke" / "wrn-cifar10-gsoftmax" / "seed-0"
+    ours = 100 * runs.read_result(made)["error"]
     assert f"{ours:.2f}" not in out
 
 

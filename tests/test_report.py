@@ -318,22 +318,23 @@ def test_columns_line_up_in_a_terminal():
 
 def test_the_papers_tables_beside_our_runs(tmp_path):
     for k, head in enumerate(["coco-softmax", "coco-gsoftmax(0,1)", "coco-gsoftmax(0,0.5)", "coco-gsoftmax(0,5)"]):
-        fake_run(tmp_path / head, "gsoftmax" if k else "softmax", k, multilabel=True)
+        fake_run(tmp_path / head / "seed-0", "gsoftmax" if k else "softmax", k, multilabel=True)
     found = {t.title.partition(":")[0]: t for t in report.paper_tables(tmp_path)}
     assert list(found) == [f"Table {i}" for i in range(1, 7)]
     assert [len(t.rows) for t in found.values()] == [24, 8, 8, 6, 10, 6]
     row = next(r for r in found["Table 1"].rows if r[0] == "wrn-cifar100-gsoftmax")
-    assert row == ("wrn-cifar100-gsoftmax", tables.Shown("17.41", 17.41), None, None)
-    ours = runs.read_result(tmp_path / "coco-softmax")
+    assert row == ("wrn-cifar100-gsoftmax", tables.Shown("17.41", 17.41), None, None, None, "")
+    ours = runs.read_result(tmp_path / "coco-softmax" / "seed-0")
     row = next(r for r in found["Table 3"].rows if r[0] == "coco-softmax")
     header = found["Table 3"].header
+    assert row[header.index("seeds")] == 1 and row[-1].startswith("changed: ")
     assert row[header.index("C-P")].text == "81.3"
     assert row[header.index("C-P, ours")] == tables.Shown(f"{100 * ours['C_P']:.2f}", 100 * ours["C_P"])
 
     def ap(name):
         from sklearn.metrics import average_precision_score
 
-        o = load_file(tmp_path / name / "outputs.safetensors")
+        o = load_file(tmp_path / name / "seed-0" / "outputs.safetensors")
         return [average_precision_score(o["y"][:, k], o["p"][:, k]) for k in range(5)]
 
     row = found["Table 5"].rows[0]

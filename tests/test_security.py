@@ -8,26 +8,31 @@ from __future__ import annotations
 
 import ast
 import csv
+import functools
 import hashlib
 import io
 import json
 import os
 import pickle
 import re
+import resource
 import shlex
 import shutil
 import struct
 import sys
 import tarfile
+import time
 import tracemalloc
 import warnings
 import zipfile
 from html.parser import HTMLParser
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, safe_open, save_file
 
 import gsoftmax
 from gsoftmax import backbones, cli, data, heads, recipes, report, tables, train
@@ -131,10 +136,10 @@ def test_weights_that_are_not_what_their_name_says(tmp_path, marker):
 def half_a_run(tmp_path_factory) -> Path:
     """A run of two epochs, stopped before its end."""
     folder = tmp_path_factory.mktemp("half") / "run"
-    train.train(Config(epochs=2, batch_size=512, train_fraction=0.5, threads=1), folder)
-    (folder / "outputs.safetensors").unlink()
-    rows = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (folder / "metrics.jsonl").write_text("".join(row for row in rows if "final" not in row))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(InterruptedError):
+        patch.setattr(train.Run, "finish", Mock(side_effect=InterruptedError))
+        train.train(Config(epochs=2, batch_size=512, train_fraction=0.5, threads=1), folder)
+    assert len(list((folder / "checkpoint").iterdir())) == 2
     return folder
 
 
@@ -173,6 +178,168 @@ def test_a_checkpoint_with_another_content(part, value, half_a_run, tmp_path, ca
 
     err = resume_from(half_a_run, tmp_path / "run", replace, capsys)
     assert "checkpoint" in err or value == 5, err  # a number in place of a number is believed
+
+
+# -------------------------------------------------------------------------------------------------------------- models
+
+
+@pytest.fixture(scope="session")
+def model_file(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "run"
+    config = Config(epochs=1, batch_size=512, train_fraction=0.5, threads=1, device="cpu", head="gsoftmax")
+    train.train(config, folder)
+    return folder / "model.safetensors"
+
+
+def forged_model(path: Path, model: Path, changes: dict, tensors: dict | None = None) -> Path:
+    """The model's file with other entries in its metadata, as `config.head` or `data.kind`, and other tensors."""
+    with safe_open(model, "pt") as file:
+        about = json.loads(file.metadata()["gsoftmax"])
+        held = {k: file.get_tensor(k) for k in file.keys()} | (tensors or {})  # noqa: SIM118
+    for key, value in changes.items():
+        *where, last = key.split(".")
+        inner = functools.reduce(dict.__getitem__, where, about)
+        inner[last] = value
+    save_file({k: v for k, v in held.items() if v is not None}, path, {"gsoftmax": json.dumps(about)})
+    return path
+
+
+def refused_model(path: Path, seconds: float = 10) -> str:
+    """The message of `load`; it comes soon, and little memory is needed for it."""
+    start = time.monotonic()
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError) as caught:
+            gsoftmax.load(path)
+        assert tracemalloc.get_traced_memory()[1] < 2**27 and time.monotonic() - start < seconds
+    finally:
+        tracemalloc.stop()
+    assert "\n" not in str(caught.value) and str(caught.value).startswith(str(path))
+    return str(caught.value)
+
+
+def test_a_model_cannot_name_code(model_file, tmp_path, monkeypatch, marker):
+    (tmp_path / "harmful_head.py").write_text(f"open({str(marker)!r}, 'w').close()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    path = forged_model(tmp_path / "m.safetensors", model_file, {"config.head": "harmful_head:Head"})
+    words = "its head is code of its own, which a file must not name: pass head=Head, or --head harmful_head:Head"
+    assert words in refused_model(path) and not marker.exists() and "harmful_head" not in sys.modules
+    for head in ("os:system", "gsoftmx", "", "harmful_head"):
+        refused_model(forged_model(path, model_file, {"config.head": head}))
+        assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    "backbone", ["timm:hf-hub:a/b", "hf-hub:a/b", "timm:local-dir:.", "timm:../x", "torchvision:os.system", "x" * 10**5]
+)
+def test_a_model_cannot_name_downloads(backbone, model_file, tmp_path):
+    refused_model(forged_model(tmp_path / "m.safetensors", model_file, {"config.backbone": backbone}))
+
+
+OPTIONS = {"checkpoint_path": "x.pth", "pretrained_cfg": {"url": "http://x"}, "pretrained_cfg_overlay": {"file": "x"}}
+OPTIONS |= {"cache_dir": "/", "weights_backbone": "DEFAULT", "pretrained": True, "weights": "x.pth", "device": "cpu"}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_of_a_model_name_no_files(option, model_file, tmp_path):
+    changes = {"config.backbone": "timm:resnet18", "config.backbone_options": {option: OPTIONS[option]}}
+    words = f"option '{option}' is not accepted from a file: it names files, downloads or devices"
+    assert words in refused_model(forged_model(tmp_path / "m.safetensors", model_file, changes))
+    head = {"config.head_options": {"device": "cpu"}}
+    assert "option 'device'" in refused_model(forged_model(tmp_path / "m.safetensors", model_file, head))
+
+
+def test_a_model_starts_from_no_other_weights(model_file, tmp_path, marker):
+    """Its configuration may say that training did; nothing is fetched or opened again."""
+    write_checkpoint(tmp_path / "w.pt", payloads(marker)["system"], "zip")
+    changes = {"config.weights": str(tmp_path / "w.pt"), "config.pretrained": True, "config.workers": 10**9}
+    model = gsoftmax.load(forged_model(tmp_path / "m.safetensors", model_file, changes))
+    assert model.config.workers is None and not marker.exists()
+
+
+HUGE = {
+    "wrn-1000000000-1": {}, "wrn-10-1000000000000": {}, "wrn-40-14": {}, "densenet-1000000000-12": {},
+    "densenet-bc-100-1000000000": {}, "wrn-" + "9" * 5000 + "-1": {}, "resnet9": {"convs": 10**6}, "vgg16": {},
+    "cnn": {"features": 10**15}, "mlp": {"hidden": [10**5] * 9}, "timm:vit_tiny_patch16_224": {"depth": 10**5},
+    "timm:resnet18": {"layers": [10**5, 1, 1, 1]}, "timm:vit_small_patch16_224": {"depth": 10**9},
+    "torchvision:regnet_y_128gf": {}, "timm:vit_giant_patch14_224": {}, "timm:resnet34": {"layers": [[[10**300]]]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backbone", HUGE, ids=lambda name: name[:30])
+def test_a_model_takes_no_memory_that_its_file_does_not_have(backbone, model_file, tmp_path):
+    side = {"timm:vit_giant_patch14_224": 224, "resnet9": 32}.get(backbone, 32)
+    changes = {"config.backbone": backbone, "config.backbone_options": HUGE[backbone]}
+    changes |= {"data.input_shape": [3, side, side], "data.mean": [0.0] * 3, "data.std": [1.0] * 3}
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    refused_model(forged_model(tmp_path / "m.safetensors", model_file, changes), 30)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 2**19  # kilobytes; the imports of timm and torchvision are most of it
+
+
+DESCRIPTIONS = [
+    {"format": 2}, {"format": "1"}, {"format": None}, {"config": None}, {"config": {"nosuch": 1}}, {"config": []},
+    {"data": {}}, {"data": 5}, {"data.kind": "pickle"}, {"data.kind": []}, {"data.classes": []}, {"data.classes": "ab"},
+    {"data.classes": [1, 2]}, {"data.classes": ["a"]}, {"data.classes": ["a"] * 10**6}, {"data.multilabel": 1},
+    {"data.multilabel": True}, {"data.input_shape": [1, 8]}, {"data.input_shape": [1, 8, 10**9]},
+    {"data.input_shape": [1, 0, 8]}, {"data.input_shape": [1, 8.0, 8]}, {"data.input_shape": [True, 8, 8]},
+    {"data.mean": []}, {"data.mean": [0.0, 0.0]}, {"data.mean": ["0"]}, {"data.mean": [float("nan")]},
+    {"data.std": [0.0]}, {"data.std": [-1.0]}, {"data.std": [[1.0]]}, {"config.head_options": {"lam": "x"}},
+    {"config.head_options": {"form": "paired"}}, {"config.head_options": {"nosuch": 1}},
+    {"config.head_options": {"mu": [0.0] * 10**5}}, {"config.backbone_options": {"nosuch": 1}}, {"config.epochs": -1},
+    {"config.backbone_options": {"widths": [8] * 10**5}}, {"config.feature_scale": "x"}, {"config.head": "lsoftmax"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", DESCRIPTIONS, ids=lambda changes: str(changes)[:60])
+def test_a_model_with_another_description(changes, model_file, tmp_path):
+    refused_model(forged_model(tmp_path / "m.safetensors", model_file, changes))
+
+
+@pytest.mark.parametrize("text", ["", "no JSON", "[" * 10**5, '{"a":' * 10**5, "5", "[]", "{}", '{"format": 1}', "NaN"])
+def test_metadata_that_is_no_description(text, model_file, tmp_path):
+    tensors = load_file(model_file)
+    save_file(tensors, tmp_path / "m.safetensors", {"gsoftmax": text})
+    assert "metadata" in refused_model(tmp_path / "m.safetensors")
+    save_file(tensors, tmp_path / "m.safetensors")
+    assert "its metadata does not describe a model of gsoftmax" in refused_model(tmp_path / "m.safetensors")
+
+
+def test_options_nested_almost_too_deeply(model_file, tmp_path):
+    nested_list = functools.reduce(lambda inner, _: [inner], range(400), 5)
+    changes = {"config.backbone_options": {"widths": nested_list}}
+    refused_model(forged_model(tmp_path / "m.safetensors", model_file, changes))
+
+
+@pytest.mark.parametrize(
+    "tensors, words",
+    [
+        ({"head.weight": None}, "1 of 22 tensors missing (first head.weight)"),
+        ({"more": torch.zeros(2)}, "1 unknown (first 'more')"),
+        ({"head.weight": torch.zeros(10, 63)}, "first head.weight: (10, 63) in the file, (10, 64) in the network"),
+        ({"head.weight": torch.zeros(10, 64).half()}, "head.weight must be torch.float32, got torch.float16"),
+        ({"head.weight": torch.zeros(10, 64, dtype=torch.int32)}, "must be torch.float32, got torch.int32"),
+    ],
+)
+def test_a_model_with_other_tensors(tensors, words, model_file, tmp_path):
+    found = refused_model(forged_model(tmp_path / "m.safetensors", model_file, {}, tensors))
+    assert "its tensors do not fit its configuration" in found and words in found
+
+
+def test_files_that_are_no_models(model_file, tmp_path, marker):
+    path, content = tmp_path / "m.safetensors", model_file.read_bytes()
+    for size in (0, 1, 7, 8, 100, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:size])
+        refused_model(path)
+    for head in LYING_HEADERS:
+        path.write_bytes(struct.pack("<Q", len(json.dumps(head))) + json.dumps(head).encode() + bytes(64))
+        refused_model(path)
+    for kind in KINDS:
+        write_checkpoint(path, payloads(marker)[kind], "zip")
+        assert "cannot be loaded" in refused_model(path) and not marker.exists()
+    path.write_bytes((model_file.parent / "outputs.safetensors").read_bytes())
+    assert "does not describe a model" in refused_model(path)
 
 
 # ----------------------------------------------------------------------------------------------------- files of outputs

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .gaussians import GaussianLogits, check_optimised, param_groups
     from .heads import GSoftmaxHead, LSoftmaxHead, SoftmaxHead
     from .losses import GSoftmaxLoss, MultiLabelGSoftmaxLoss
+    from .models import load
 
 __all__ = [
     "GSoftmaxHead",
@@ -32,6 +33,7 @@ __all__ = [
     "functional",
     "head_of",
     "kernels",
+    "load",
     "param_groups",
     "schedules",
 ]
@@ -40,7 +42,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if importlib.util.find_spec(f"{__name__}.{name}") is not None:
         return importlib.import_module(f".{name}", __name__)
-    for home in ("gaussians", "losses", "heads", "attachment") if name in __all__ else ():
+    for home in ("gaussians", "losses", "heads", "attachment", "models") if name in __all__ else ():
         module = importlib.import_module(f".{home}", __name__)
         if name in module.__all__:
             globals()[name] = found = getattr(module, name)

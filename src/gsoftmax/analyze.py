@@ -23,6 +23,7 @@ __all__ = [
     "Analysis",
     "ClassGaussians",
     "Comparison",
+    "Distributions",
     "McNemar",
     "analyze",
     "class_gaussians",
@@ -56,6 +57,17 @@ class ClassGaussians:
 
 
 @dataclass(frozen=True, eq=False)
+class Distributions:
+    """Whether x of a class is Gaussian, as the paper assumes: the shape of its own output, and the ranges of x."""
+
+    skewness: np.ndarray  # (C,) of the class's own output over its images (multi-label: x+ with the label)
+    kurtosis: np.ndarray  # (C,) excess
+    p: np.ndarray  # (C,) of the D'Agostino-Pearson test; nan below 20 images
+    own: np.ndarray  # (C, 2) smallest and largest own output
+    other: np.ndarray  # (C, 2) of the impostors (multi-label: x+ without the label)
+
+
+@dataclass(frozen=True, eq=False)
 class Analysis:
     """One model on one test set.  Per-class arrays are (C,) float64, nan where a class has no such number."""
 
@@ -67,9 +79,11 @@ class Analysis:
     geometry: ClassGeometry  # the measures of every class
     score: np.ndarray  # accuracy of each class, or its average precision
     gaussians: ClassGaussians  # of x
+    distributions: Distributions  # of x
     calibration: np.ndarray  # (bins, 3) images, mean confidence, accuracy
     points: dict[str, np.ndarray]  # a sample: c class, own 0/1, j output, x, p
-    learned: np.ndarray | None  # (C, 2) mu and sigma of the head
+    learned: np.ndarray | None  # (C, 2) mu and sigma of the head (multi-label: of x+)
+    learned_absent: np.ndarray | None  # (C, 2) mu and sigma of x-, where a label has two Gaussians
     notes: tuple[str, ...]  # what was left out, and other things to know
     train: ClassStatistics | None = None  # of the training set, where a run saved them
 
@@ -78,6 +92,21 @@ class Analysis:
         """The geometry as arrays, and the score."""
         found = {name: getattr(self.geometry, name).numpy() for name in geometry.MEASURES}
         return {**found, "AP" if self.multilabel else "accuracy": self.score}
+
+    @property
+    def learned_measures(self) -> dict[str, np.ndarray]:
+        """Compactness, separability and ratio of the head's Gaussians; of a label these are those of x+ and x-."""
+        if self.learned is None:
+            return {}
+        mu, sigma = self.learned.T
+        found = {"compactness": geometry.compactness(sigma)}
+        if self.multilabel and self.learned_absent is None:  # one Gaussian per label: nothing to be separated from
+            return found
+        if self.learned_absent is not None:
+            found["separability"] = geometry.pair_separability(mu, sigma, *self.learned_absent.T)
+        else:
+            found["separability"] = geometry.separability(mu, sigma)
+        return {**found, "ratio": found["separability"] / sigma}
 
 
 @dataclass(frozen=True)
@@ -183,6 +212,7 @@ class _Tally:
         self.file, c = file, file.num_classes
         pooled = not file.multilabel and c > geometry.FULL_TABLE_LIMIT
         self.statistics = ClassStatistics(c, multilabel=file.multilabel, pooled=pooled)
+        self.distributions = _Distributions(c, file.multilabel)
         self.rows: list[Rows] = []
         self.points = _Points(c, max(1, points // 2), file.multilabel)
         # several labels: the scores of as many columns as memory allows, the rest in later passes
@@ -195,6 +225,7 @@ class _Tally:
         if not len(y):
             return
         self.statistics.update(x, y)
+        self.distributions.update(x, y)
         p, log_true = self.file.probabilities(block)
         self.points.update(x, p, y, number)
         clipped: np.ndarray = log_true < _LOG_P_MIN
@@ -244,9 +275,11 @@ class _Tally:
             geometry=found,
             score=score,
             gaussians=class_gaussians(self.statistics),
+            distributions=self.distributions.result(),
             calibration=calibration,
             points=self.points.result(),
             learned=None if file.mu is None or file.sigma is None else np.stack([file.mu, file.sigma], 1),
+            learned_absent=file.absent,
             notes=(*told, *_left_out(found.left_out, file.classes)),
             train=train,
         )
@@ -279,6 +312,71 @@ class _Tally:
             part = block.take(used[start : start + len(block.y)]).columns(columns)
             start += len(block.y)
             yield self.file.probabilities(part)[0], part.y.astype(bool)
+
+
+class _Distributions:
+    """Running moments up to the fourth and ranges of every class, exact and of constant size.
+
+    Blocks are merged by the formulas of Chan and Pébay.
+    """
+
+    def __init__(self, classes: int, multilabel: bool) -> None:
+        self.classes, self.multilabel = classes, multilabel
+        self.moments = np.zeros((5, classes))  # number, mean, and the sums of (x - mean)^2, ^3 and ^4
+        # largest -x and largest x of each class, of its own output and of the others
+        self.own, self.other = (np.full((classes, 2), -np.inf) for _ in range(2))
+
+    def update(self, x: np.ndarray, y: np.ndarray) -> None:
+        row, c = np.nonzero(y) if self.multilabel else (np.arange(len(y)), y)
+        own = x[row, c].astype(np.float64)
+        if self.multilabel:
+            has_not = y == 0
+            low, high = (np.max(v, axis=0, where=has_not, initial=-np.inf) for v in (-x, x))
+            np.maximum(self.other, np.stack([low, high], 1), out=self.other)
+        else:
+            impostors = x.astype(np.float64)  # a copy
+            impostors[row, c] = -np.inf
+            high = impostors.max(1)
+            impostors[row, c] = np.inf
+            np.maximum.at(self.other, c, np.stack([-impostors.min(1), high], 1))
+        np.maximum.at(self.own, c, np.stack([-own, own], 1))
+        self._merge(own, c)
+
+    def _merge(self, own: np.ndarray, c: np.ndarray) -> None:
+        def per_class(value: np.ndarray | None) -> np.ndarray:
+            return np.bincount(c, value, self.classes)
+
+        first = np.zeros(self.classes)
+        first[c[::-1]] = own[::-1]  # deviations from it: those of a constant output are exactly zero
+        nb = per_class(None).astype(np.float64)
+        with np.errstate(over="ignore", invalid="ignore"):  # fourth powers of huge outputs
+            d = own - first[c]
+            mean = per_class(d) / np.maximum(nb, 1)
+            d -= mean[c]
+            b2, b3, b4 = (per_class(d**k) for k in (2, 3, 4))
+            na, ma, a2, a3, a4 = self.moments
+            n = np.maximum(na + nb, 1)
+            e = np.where(na > 0, first + mean - ma, 0.0)  # from the mean so far to the block's
+            wa, wb = na / n, nb / n
+            self.moments = np.stack(
+                [
+                    na + nb,
+                    np.where(na > 0, ma + e * wb, first + mean),
+                    a2 + b2 + e**2 * na * wb,
+                    a3 + b3 + e**3 * na * wb * (wa - wb) + 3 * e * (wa * b2 - wb * a2),
+                    a4
+                    + b4
+                    + e**4 * na * wb * (wa**2 - wa * wb + wb**2)
+                    + 6 * e**2 * (wa**2 * b2 + wb**2 * a2)
+                    + 4 * e * (wa * b3 - wb * a3),
+                ]
+            )
+
+    def result(self) -> Distributions:
+        shapes = [significance.normality_from_moments(int(n), *rest) for n, *rest in self.moments.T.tolist()]
+        skewness, kurtosis, p = np.array([(s.skewness, s.kurtosis, s.p) for s in shapes]).T
+        own, other = (np.where(np.isfinite(v), v * [-1, 1], np.nan) for v in (self.own, self.other))
+        return Distributions(skewness, kurtosis, p, own, other)
 
 
 class _Points:

@@ -57,7 +57,7 @@ def load_cached(spec: str, root: str | None, device: str, options: tuple[tuple[s
 
 def load_data(config: Config, root: str | os.PathLike[str] | None = None) -> Dataset:
     """The configured dataset on its device, cached across seeds; `root` as in `gsoftmax.data.load`."""
-    keys = ("val_fraction", "train_fraction", "imbalance", "label_noise", "image_size")
+    keys = ("val_fraction", "train_fraction", "imbalance", "label_noise", "image_size", "check")
     options = tuple((key, getattr(config, key)) for key in keys)
     return load_cached(config.data, None if root is None else os.fspath(root), str(pick_device(config.device)), options)
 
@@ -67,6 +67,7 @@ def train_batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs and targets of this process's share of an epoch's batches, without the first `skip`."""
     options: Any = {"shard": world, "channels_last": config.channels_last, "workers": config.workers, "skip": skip}
+    options["drop_last"] = config.drop_last
     options["augment"] = None if config.augment is None else data_room.Augment.parse(config.augment)
     return data_room.train_batches(dataset, config.batch_size, seed=config.seed, epoch=epoch, **options)
 
@@ -76,7 +77,7 @@ def total_steps(config: Config, dataset: Dataset) -> tuple[int, int]:
     rows, size = len(dataset.train), config.batch_size
     if size > rows:
         raise ValueError(f"batch_size must be at most the {rows:,} training rows of {dataset.name}, got {size:,}")
-    batches = rows // size
+    batches = data_room.num_batches(rows, size, config.drop_last)
     return batches, -(-batches // config.accumulate) * config.epochs
 
 
@@ -153,10 +154,13 @@ def head(config: Config, dataset: Dataset, features: int, device: torch.device |
         options = cls.defaults(total_steps(config, dataset)[1] * config.accumulate) | options
     torch.manual_seed(mix(config.seed, 2))
     try:
-        return cls(features, dataset.num_classes, **options)
+        made = cls(features, dataset.num_classes, **options)
     except (TypeError, RuntimeError) as error:
         accepted = [p for p in inspect.signature(cls).parameters][2:]
         raise ValueError(f"head {config.head!r}: {error}; options are {', '.join(accepted)}") from None
+    if config.zero_bias and isinstance(bias := getattr(made, "bias", None), Tensor):
+        nn.init.zeros_(bias)
+    return made
 
 
 def network(config: Config, dataset: Dataset, device: torch.device | None = None) -> Network:
@@ -205,14 +209,15 @@ def optimizer(config: Config, network: Network) -> torch.optim.Optimizer:
     """Any optimizer of torch by name; the head's Gaussians without decay, at their own rate."""
     small = {id(p) for p in network.backbone.parameters() if p.ndim <= 1} if config.bias_lr != 1 else set()
     groups = []
-    for group in param_groups(network, lr=config.lr, weight_decay=config.weight_decay):
+    own: Any = {"weight_decay": config.weight_decay, "gaussian_momentum": config.gaussian_momentum}
+    for group in param_groups(network, lr=config.lr, **own):
         kinds: dict[tuple[bool, bool], list[nn.Parameter]] = {}
         for p in group["params"]:  # sharded parameters in their own groups: foreach kernels cannot mix them with others
             kinds.setdefault((id(p) in small, distributed.is_sharded(p)), []).append(p)
         for (biases, _), params in sorted(kinds.items()):
             mult = config.bias_lr if biases else 1.0
             decay = group["weight_decay"] / max(mult, 1e-12)
-            groups.append({"params": params, "lr": group["lr"] * mult, "weight_decay": decay})
+            groups.append({**group, "params": params, "lr": group["lr"] * mult, "weight_decay": decay})
     found = {n.lower(): c for n, c in vars(torch.optim).items() if isinstance(c, type) and n != "Optimizer"}
     cls = found.get(config.optimizer.lower())
     if cls is None:
@@ -295,6 +300,13 @@ def prepare(config: Config, dataset: Dataset, device: torch.device, world: World
         raise ValueError(
             f"batch_size must be at least the {world.size} processes that share it, got {config.batch_size}"
         )
+    incomplete = 0 if config.drop_last else len(dataset.train) % config.batch_size
+    if 0 < incomplete < world.size:
+        raise ValueError(
+            f"the last batch of an epoch has {incomplete} rows for {world.size} processes: drop_last=true drops it"
+        )
+    if config.cuda_graphs and incomplete:
+        raise ValueError(f"cuda_graphs needs batches of one size, and the last has {incomplete} rows: drop_last=true")
     if config.cuda_graphs and (several or config.accumulate > 1 or config.compile):
         raise ValueError("cuda_graphs is for one process, with accumulate=1 and without compile")
     made = network(config, dataset, device).to(device)

@@ -162,18 +162,27 @@ def parser() -> argparse.ArgumentParser:
     changes = argument("changes", nargs="*", metavar="key=value", help="configuration changes, as in epochs=30")
     data = argument("--data", metavar="DIR", help="folder of the published datasets")
     smoke = argument("--smoke", action="store_true", help="two epochs on small generated files of the same format")
+    shorten = argument(
+        "--shorten", type=float, default=1.0, metavar="F", help="divide epochs and the epochs of the schedule by F"
+    )
     heads = (
         "comma-separated, options in parentheses; the first is the reference "
-        "(default: softmax,lsoftmax,gsoftmax, or softmax,gsoftmax for multi-label data)"
+        "(default: softmax,lsoftmax,gsoftmax, softmax,gsoftmax for multi-label data, the rows of a family)"
     )
     add(
         _compare,
-        argument("what", nargs="?", default="digits", help="a recipe or a dataset (default: digits)"),
+        argument(
+            "what",
+            nargs="?",
+            default="digits",
+            help="a recipe, a family of the paper's rows such as wrn-cifar10, or a dataset (default: digits)",
+        ),
         changes,
         argument("--heads", help=heads),
         argument("--seeds", type=int, default=5, metavar="N", help="seeds 0 ... N-1 (default: 5)"),
         argument("--first-seed", type=int, default=0, metavar="K", help="start at seed K"),
         argument("--jobs", type=int, metavar="J", help="number of parallel runs (default: one per core or GPU)"),
+        shorten,
         argument("--out", help="folder of the runs (default: runs/NAME); finished runs in it are kept"),
         data,
     )
@@ -189,10 +198,14 @@ def parser() -> argparse.ArgumentParser:
     add(_evaluate, argument("run_folder", metavar="RUN"))
     add(
         _reproduce,
-        argument("table", help="table1, table2, table3 or table4"),
+        argument("what", metavar="TABLE", help="table1 ... table4, or figure3 ... figure8 from finished runs"),
         changes,
-        argument("--row", help="one row only (see gsoftmax recipes)"),
+        argument("--row", help="one row, or a family such as vgg-cifar10 (see gsoftmax recipes)"),
+        argument("--seeds", type=int, default=1, metavar="N", help="seeds 0 ... N-1 (default: 1)"),
+        argument("--jobs", type=int, default=1, metavar="J", help="number of parallel runs (default: 1)"),
+        shorten,
         argument("--out", default="runs/reproduce", help="folder of the runs (default: runs/reproduce)"),
+        argument("--figures", default="svg", help="of figures: svg, png, pdf, comma-separated (default: svg)"),
         data,
         smoke,
     )
@@ -261,6 +274,12 @@ def find_config(what: str, changes: Sequence[str], smoke: bool = False) -> confi
     return config.Config(data=what).override(parse_changes(changes))
 
 
+def _check_counts(args: argparse.Namespace, *options: str) -> None:
+    for option in options:
+        if (value := getattr(args, option)) is not None and value < 1:
+            raise ValueError(f"--{option} must be 1 or more, got {value}")
+
+
 def _folder(what: str, out: str | None) -> Path:
     return Path(out) if out else Path("runs") / gsoftmax.runs.folder_name(Path(what).name or what)
 
@@ -273,17 +292,18 @@ def _compare(args: argparse.Namespace) -> None:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("compare starts its own processes, as many as --jobs says; torchrun is for gsoftmax train")
-    for option in ("seeds", "jobs"):
-        if (value := getattr(args, option)) is not None and value < 1:
-            raise ValueError(f"--{option} must be 1 or more, got {value}")
-    base = find_config(args.what, args.changes)
-    if base.threads == 0:
-        # One thread per run: --jobs decides how many cores are busy, and results do not depend on it.
-        base = base.override({"threads": 1})
+    _check_counts(args, "seeds", "jobs")
     heads = gsoftmax.compare.split_heads(args.heads) if args.heads else None
+    # One thread per run: --jobs decides how many cores are busy, and results do not depend on it.
+    changes = {"threads": 1} | parse_changes(args.changes)
+    if rows := recipes.family(args.what):
+        configs = gsoftmax.compare.of_rows(rows, heads, changes, args.shorten)
+    else:
+        base = recipes.shortened(find_config(args.what, []), args.shorten).override(changes)
+        configs = gsoftmax.compare.of_heads(base, heads, args.data)
     out = _folder(args.what, args.out)
     seeds = range(args.first_seed, args.first_seed + args.seeds)
-    plan = gsoftmax.compare.Comparison(base, heads, seeds, out, args.data)
+    plan = gsoftmax.compare.Comparison(configs, seeds, out, args.data)
     print(f"{plan.dataset.summary()}; {', '.join(plan.heads)}; {args.seeds} seeds -> {out}")
     found = plan.run(args.jobs, _ticker())
     _clear()
@@ -313,6 +333,9 @@ def _train(args: argparse.Namespace) -> None:
     for key in ("error", "mAP", "compactness", "separability", "ratio", "nll", "ece", "seconds"):
         if key in result:
             print(f"{key:14}{result[key]:.4f}")
+    headline = gsoftmax.measures.headline("mAP" in result).key
+    if best := gsoftmax.reproduce.best_epoch(out, headline):
+        print(f"{headline} of the best epoch, {best['epoch']}, chosen on the evaluated data: {best[headline]:.4f}")
     print(f"{out}" + (" (smoke: small generated data, not a result)" if args.smoke else ""))
 
 
@@ -350,30 +373,38 @@ def _evaluate(args: argparse.Namespace) -> None:
 
 
 def _reproduce(args: argparse.Namespace) -> None:
-    """Run a table of the paper and print the published numbers and ours.
+    """Run a table of the paper and print the published numbers and ours, or draw a figure from finished runs.
 
     examples:
       gsoftmax reproduce table1 --smoke                   # every row, two epochs on generated files
       gsoftmax reproduce table3 --row 'coco-gsoftmax(0,1)' --data ~/data
+      gsoftmax reproduce table1 --row vgg-cifar10 --seeds 3 --shorten 10 --data ~/data
+      gsoftmax reproduce figure6                          # from the runs of table1 --row wrn-cifar10
     """
-    published = [r for r in recipes.recipes().values() if r.published]
-    rows = [r for r in published if r.table == args.table]
-    if not rows:
-        raise ValueError(f"unknown table {args.table!r}; tables are {', '.join(sorted({r.table for r in published}))}")
-    rows = [r for r in rows if args.row in (None, r.name)]
-    if not rows:
-        raise ValueError(f"{args.table} has no row {args.row!r}; `gsoftmax recipes` lists them")
-    say = print if _is_rank0() else lambda *_: None
-    say(f"{'row':32}{'metric':12}{'published':>10}{'ours':>10}{'difference':>12}")
-    for recipe in rows:
-        out = Path(args.out) / ("smoke" if args.smoke else "") / recipe.name
-        result = gsoftmax.runs.read_result(out)
-        if result is None:
-            result = _run_recipe(args, recipe.name, out, resume=(out / "config.json").exists())
-        for metric, number in recipe.published.items():
-            ours = 100 * result[metric]
-            found = f"{'smoke ok':>10}{'no result':>12}" if args.smoke else f"{ours:10.2f}{ours - number:+12.2f}"
-            say(f"{recipe.name:32}{metric:12}{number:10.2f}{found}")
+    _check_counts(args, "seeds", "jobs")
+    reproduce = gsoftmax.reproduce
+    if args.what.startswith("figure"):
+        rows = None if args.row is None else [row.name for row in recipes.family(args.row)] or [args.row]
+        folder = Path(args.out) / ("smoke" if args.smoke else "")
+        made = gsoftmax.report.paper.figure(args.what, folder, args.out, split_words(args.figures), rows)
+        print("\n\n".join(table.text() for table in made[0]), *made[1], sep="\n")
+        return
+    rows = reproduce.find_rows(args.what, args.row)
+    changes = parse_changes(args.changes)
+    if args.jobs > 1:
+        changes = {"threads": 1} | changes
+    plan = reproduce.Plan(changes, args.smoke, args.shorten)
+    with tempfile.TemporaryDirectory() if args.smoke else contextlib.nullcontext(args.data) as root:
+        for name in sorted({plan.config(row).data for row in rows}) if args.smoke else ():
+            gsoftmax.data.write_smoke(name, root)
+        todo = reproduce.tasks(rows, range(args.seeds), args.out, plan, root)
+        try:
+            gsoftmax.compare.run_tasks(todo, args.jobs, _ticker())
+        finally:
+            _clear()
+    if _is_rank0():
+        found = [(row, reproduce.read_seeds(row, reproduce.folder(args.out, row.name, args.smoke))) for row in rows]
+        print(reproduce.table(f"{args.what}, published and ours (%)", found).text())
 
 
 def _analyze(args: argparse.Namespace) -> None:

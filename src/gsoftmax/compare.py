@@ -7,13 +7,14 @@ out/report.html        the page
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,11 +27,12 @@ from .data import Dataset
 from .distributed import Stopped
 from .files import locked
 from .heads import HEADS
+from .recipes import Recipe, shortened
 from .runs import folder_name, read_config, read_result
 from .summary import summarise
 from .train import train
 
-__all__ = ["Comparison", "compare", "split_heads"]
+__all__ = ["Comparison", "Task", "compare", "of_heads", "of_rows", "run_tasks", "split_heads"]
 
 
 class Task(NamedTuple):
@@ -42,10 +44,9 @@ class Task(NamedTuple):
 
 
 class Comparison:
-    """Heads x seeds on one dataset, validated; nothing is written before `run`.
+    """Configurations x seeds on one dataset, validated; nothing is written before `run`.
 
-    base: all settings but head and seed
-    heads: as on the command line; None for all built-in ones that suit the data
+    configs: a configuration for every name, as `of_heads` and `of_rows` make them; the first is the reference
     seeds: a number of seeds, from 0 on, or the seeds
     out: the folder of all runs
     data_root: where the datasets are
@@ -53,41 +54,31 @@ class Comparison:
 
     def __init__(
         self,
-        base: Config,
-        heads: Sequence[str] | None,
+        configs: Mapping[str, Config],
         seeds: int | Sequence[int],
         out: str | os.PathLike[str],
         data_root: str | None = None,
     ) -> None:
-        self.out, self.dataset = Path(out), build.load_data(base, data_root)
-        suitable = [name for name, head in HEADS.items() if head.multilabel or not self.dataset.multilabel]
-        self.heads = suitable if heads is None else list(heads)
+        self.heads, self.out = list(configs), Path(out)
         self.seeds = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
         if not self.heads or not self.seeds:
             raise ValueError(f"heads and seeds must not be empty, got {len(self.heads)} and {len(self.seeds)}")
-        self.tasks = []
-        for seed in self.seeds:  # seeds outermost, so that pairs complete early
-            for head in self.heads:
-                name, options = parse_head(head)
-                config = base.override({"head": name, "head_options": {**base.head_options, **options}, "seed": seed})
-                self.tasks.append(Task(config, self.out / folder_name(head) / f"seed-{seed}", data_root))
-        _validate([task.config for task in self.tasks[: len(self.heads)]], self.dataset)
+        self.dataset = build.load_data(configs[self.heads[0]], data_root)
+        self.tasks = [  # seeds outermost, so that pairs complete early
+            Task(config.override({"seed": seed}), self.out / folder_name(name) / f"seed-{seed}", data_root)
+            for seed in self.seeds
+            for name, config in configs.items()
+        ]
+        _validate(list(configs.values()), self.dataset)
 
     def run(self, jobs: int | None = None, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
         """Trains what is not done yet and returns the summary.
 
         jobs: parallel runs, by default one per core or GPU
-        progress: called with one line of text per run
+        progress: called with lines of text about the runs
         """
         with locked(self.out):
-            todo = [task for task in self.tasks if not _done(task)]
-            start, headline = time.perf_counter(), measures.headline(self.dataset.multilabel)
-            for count, task in enumerate(_run_all(todo, jobs), start=1):
-                if progress is not None:
-                    value = headline.scale * (read_result(task.out) or {}).get(headline.key, float("nan"))
-                    left = (time.perf_counter() - start) / count * (len(todo) - count)
-                    run = f"{task.config.head} seed {task.config.seed}"
-                    progress(f"{count}/{len(todo)}  {run}  {headline.title} {value:.2f}  {left:.0f} s left")
+            run_tasks(self.tasks, jobs, progress)
             return summarise(self.out, self.heads, self.seeds)
 
 
@@ -103,9 +94,67 @@ def compare(
 ) -> dict[str, Any]:
     """Trains every head with every seed, skipping what is done, and returns the summary.
 
-    Arguments as in `Comparison` and as in `Comparison.run`.
+    base, heads: as in `of_heads`
+    seeds, out, data_root: as in `Comparison`; jobs, progress: as in `Comparison.run`
     """
-    return Comparison(base, heads, seeds, out, data_root).run(jobs, progress)
+    return Comparison(of_heads(base, heads, data_root), seeds, out, data_root).run(jobs, progress)
+
+
+def of_heads(base: Config, heads: Sequence[str] | None = None, data_root: str | None = None) -> dict[str, Config]:
+    """One configuration for every head.
+
+    base: all other settings; its head options go to every head
+    heads: as on the command line; None for all built-in ones that suit the data
+    data_root: where the datasets are
+
+    >>> of_heads(Config(), ["softmax", "gsoftmax(lam=2)"])["gsoftmax(lam=2)"].head_options
+    {'lam': 2}
+    """
+    if heads is None:
+        several = build.load_data(base, data_root).multilabel
+        heads = [name for name, head in HEADS.items() if head.multilabel or not several]
+    found = {}
+    for text in heads:
+        name, options = parse_head(text)
+        found[text] = base.override({"head": name, "head_options": {**base.head_options, **options}})
+    return found
+
+
+def of_rows(
+    rows: Sequence[Recipe],
+    heads: Sequence[str] | None = None,
+    changes: Mapping[str, Any] | None = None,
+    shorten: float = 1.0,
+) -> dict[str, Config]:
+    """The configurations of a family of the paper's rows, each with its own options.
+
+    rows: of one family, as in `gsoftmax.recipes.families`
+    heads: names choose rows; a head with options is the family's row of that head with these options changed
+    changes: keys of every configuration
+    shorten: factor by which the training is shorter, as in `gsoftmax.recipes.shortened`
+
+    >>> from gsoftmax.recipes import families
+    >>> made = of_rows(families()["wrn-cifar10"], ["softmax", "gsoftmax", "gsoftmax(lam=2)"])
+    >>> {name: config.head_options for name, config in made.items()}
+    {'softmax': {}, 'gsoftmax': {'lam': 0.5}, 'gsoftmax(lam=2)': {'lam': 2}}
+    """
+    configs = {row.label: shortened(row.config(), shorten).override(changes or {}) for row in rows}
+    if heads is None:
+        return configs
+    found = {}
+    for text in heads:
+        if text in configs:
+            found[text] = configs[text]
+            continue
+        name, options = parse_head(text)
+        same = {label: config for label, config in configs.items() if config.head == name}
+        if same and not options:
+            found |= same
+            continue
+        first = next(iter((same or configs).values()))
+        kept = first.head_options if same else {}
+        found[text] = first.override({"head": name, "head_options": {**kept, **options}})
+    return found
 
 
 def split_heads(text: str) -> list[str]:
@@ -145,15 +194,37 @@ def _done(task: Task) -> bool:
     return True
 
 
-def _run_all(tasks: Sequence[Task], jobs: int | None) -> Iterator[Task]:
+def run_tasks(tasks: Sequence[Task], jobs: int | None = None, progress: Callable[[str], None] | None = None) -> None:
+    """Runs the tasks that are not finished yet.
+
+    tasks: a finished one with another configuration in its folder is an error before anything runs
+    jobs: parallel runs, by default one per core or GPU
+    progress: called with lines of text, one per run or, for one run at a time, one per batch
+    """
+    todo, start = [task for task in tasks if not _done(task)], time.perf_counter()
+    for count, task in enumerate(_run_all(todo, jobs, progress), start=1):
+        if progress is not None:
+            result = read_result(task.out) or {}
+            headline = measures.headline("mAP" in result)
+            value = headline.scale * result.get(headline.key, float("nan"))
+            left = (time.perf_counter() - start) / count * (len(todo) - count)
+            progress(f"{count}/{len(todo)}  {_name(task)}  {headline.title} {value:.2f}  {left:.0f} s left")
+
+
+def _name(task: Task) -> str:
+    return f"{task.config.head} seed {task.config.seed}"
+
+
+def _run_all(tasks: Sequence[Task], jobs: int | None, progress: Callable[[str], None] | None = None) -> Iterator[Task]:
     """Runs tasks, `jobs` at a time, and yields each when it finishes."""
     if not tasks:
         return
     gpus = torch.cuda.device_count() if build.pick_device(tasks[0].config.device).type == "cuda" else 0
     jobs = min(jobs or gpus or os.cpu_count() or 1, len(tasks))
     if jobs == 1:
-        for task in tasks:
-            _run(task)
+        for count, task in enumerate(tasks, start=1):
+            name = f"{count}/{len(tasks)}  {_name(task)}"
+            _run(task, progress=progress and functools.partial(_prefixed, progress, name))
             yield task
         return
     context = multiprocessing.get_context("spawn")
@@ -210,6 +281,11 @@ def _run_in_pool(task: Task, gpu: int | None) -> None:
         _busy.clear()
 
 
-def _run(task: Task, gpu: int | None = None) -> None:
+def _run(task: Task, gpu: int | None = None, progress: Callable[[str], None] | None = None) -> None:
     config = task.config if gpu is None else task.config.override({"device": f"cuda:{gpu}"})
-    train(config, task.out, data_root=task.data_root, resume=(task.out / "config.json").exists())
+    resume = (task.out / "config.json").exists()
+    train(config, task.out, data_root=task.data_root, resume=resume, progress=progress)
+
+
+def _prefixed(progress: Callable[[str], None], name: str, line: str) -> None:
+    progress(f"{name}  {line}")

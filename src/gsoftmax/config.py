@@ -29,13 +29,14 @@ RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("lr", "weight_decay", "bias_lr", "feature_scale", "clip", "checkpoint_minutes"), (0, math.inf)),
     "seed": (0, 2**63 - 1),
     "threads": (0, 1024),  # larger values crash outside Python
-    **dict.fromkeys(("momentum", "ema", "warmup", "label_smoothing"), (0, 1)),
+    **dict.fromkeys(("momentum", "gaussian_momentum", "ema", "warmup", "label_smoothing"), (0, 1)),
 }
 _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "bool": (bool, "true or false"),
     "int": (int, "a whole number"),
     "float": ((int, float), "a number"),
     "str": (str, "text"),
+    "bool | str": ((bool, str), "true, false or a name"),
     "dict[str, Any]": (dict, "a dictionary"),
 }
 
@@ -57,27 +58,31 @@ class Config:
     image_size: int | None = None  # side of the images in pixels; None is the dataset's own
     augment: str | None = None  # a preset or changes of it; None is the dataset's own
     evaluate_on: str = "test"  # or val, for choosing settings
+    check: bool = True  # require published sizes and all images; false leaves out missing and truncated images
     # network
     backbone: str | None = None  # None: cnn for small images, resnet101 for files, mlp for tables
     backbone_options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the backbone
     pool: str | None = None  # avg or max, before the head; None is the backbone's own
-    pretrained: bool = False  # start from ImageNet weights, for networks of torchvision and timm
+    pretrained: bool | str = False  # start from ImageNet weights; for networks of torchvision also their name
     weights: str | None = None  # file of weights to start from
     feature_scale: float = 1.0  # factor on h before the head
     # head
     head: str = "softmax"  # softmax, lsoftmax, gsoftmax or package.module:ClassName
     head_options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the head
     init: str = "constant"  # or data: Gaussians from one pass over the training data before training
+    zero_bias: bool = False  # start the head's bias at 0 instead of nn.Linear's random values
     label_smoothing: float = 0.0  # of the loss
     reduction: str | None = None  # multi-label losses: mean (default), sum or batchmean
     # optimization
     epochs: int = 15  # passes over the training split
     batch_size: int = 64  # examples per batch, over all processes
+    drop_last: bool = True  # drop an incomplete last batch of an epoch
     accumulate: int = 1  # batches per optimizer step (gradient accumulation)
     optimizer: str = "sgd"  # any of torch.optim, by name
     optimizer_options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the optimizer
     lr: float = 0.1  # learning rate before the schedule's factor
     momentum: float = 0.9  # for optimizers that have it
+    gaussian_momentum: float | None = None  # momentum of the head's Gaussians; None is that of the other parameters
     nesterov: bool = True  # Nesterov momentum, for optimizers that have it
     weight_decay: float = 5e-4  # of all parameters but the head's Gaussians
     bias_lr: float = 1.0  # factor on the learning rate (and divisor of the decay) of the backbone's biases and norms
@@ -144,8 +149,8 @@ class Config:
         return f"{self.head}({options})" if options else self.head
 
     def identity(self) -> dict[str, Any]:
-        """The keys that decide the result: all except device, parallelism, evaluation and checkpoint intervals."""
-        where = ("device", "workers", "evaluate_every", "checkpoint_every", "checkpoint_minutes", "parallel")
+        """The keys that decide the result: all except machine, parallelism, evaluation and checkpoint intervals."""
+        where = ("device", "threads", "workers", "evaluate_every", "checkpoint_every", "checkpoint_minutes", "parallel")
         held = {k: v for k, v in dataclasses.asdict(self).items() if k not in where}
         return json.loads(json.dumps(held))  # as config.json has it, where all keys are text
 
@@ -166,7 +171,7 @@ def _check(name: str, kind: str, value: Any) -> None:
     if value is None and kind.endswith(" | None"):
         return
     types, words = _KINDS[kind.removesuffix(" | None")]
-    good = isinstance(value, types) and isinstance(value, bool) == (types is bool)
+    good = isinstance(value, types) and (isinstance(value, bool) == (types is bool) or types == (bool, str))
     if name in CHOICES and good and value not in CHOICES[name]:
         raise ValueError(f"{name} must be one of {', '.join(CHOICES[name])}, got {value!r}")
     low, high = RANGES.get(name, (-math.inf, math.inf))

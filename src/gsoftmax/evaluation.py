@@ -69,13 +69,17 @@ class Evaluator:
         """
         if self.network.in_shards and dataset.num_classes > EVALUATED_WHOLE:
             return self._evaluate_shards(dataset, part)
-        x, p, y = self._gather(self.collect(dataset, part), dataset, part)
-        outputs = {"x": x, "p": p, "y": y}
+        outputs = self.outputs(dataset, part)
+        return distributed.on_rank0(self.world, score, *(outputs[k] for k in "xpy")), outputs
+
+    def outputs(self, dataset: Dataset, part: str) -> dict[str, Tensor]:
+        """x, p and y of a split, of all rows on rank 0, and the head's Gaussians where it has them."""
+        outputs = dict(zip("xpy", self._gather(self.collect(dataset, part), dataset, part), strict=True))
         head = self.network.whole_head()
         for name in ("mu", "sigma"):
             if isinstance(value := getattr(head, name, None), Tensor):
                 outputs[name] = value.detach().float().cpu().clone()
-        return distributed.on_rank0(self.world, score, x, p, y), outputs
+        return outputs
 
     @torch.no_grad()
     def _evaluate_shards(self, dataset: Dataset, part: str) -> tuple[dict[str, float], dict[str, Tensor]]:
@@ -98,11 +102,12 @@ class Evaluator:
         return stats.sync()
 
     def detection(
-        self, outputs: dict[str, Tensor], stats: geometry.ClassStatistics, others: dict[str, Dataset]
+        self, outputs: dict[str, Tensor], stats: geometry.ClassStatistics | None, others: dict[str, Dataset]
     ) -> dict[str, float]:
         """Out-of-distribution detection: AUROC of every score, evaluated examples against the test split of other data.
 
-        stats: class statistics of the training split.  Scores that cannot be computed are a warning, to keep the run.
+        stats: class statistics of the training split, if known
+        Scores that cannot be computed are a warning, to keep the run.
         """
         outside = {name: self._gather(self.collect(other, "test"), other, "test") for name, other in others.items()}
         return distributed.on_rank0(self.world, _detection, outputs, stats, outside)
@@ -161,7 +166,7 @@ def load_others(config: Config, dataset: Dataset, root: str | os.PathLike[str] |
 
 
 def _detection(
-    outputs: dict[str, Tensor], stats: geometry.ClassStatistics, outside: dict[str, list[Tensor]]
+    outputs: dict[str, Tensor], stats: geometry.ClassStatistics | None, outside: dict[str, list[Tensor]]
 ) -> dict[str, float]:
     known: dict[str, Any] = {"mu": outputs.get("mu"), "sigma": outputs.get("sigma"), "stats": stats}
     try:

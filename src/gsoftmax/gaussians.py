@@ -23,8 +23,8 @@ GAUSSIANS = ("learned", "fixed", "tracked")
 class GaussianLogits(nn.Module):
     """The layer z = x + lam * Phi((x - mu) / sigma), for use inside a model: it needs no labels.
 
-    Every module of this package that has mu and sigma keeps them in such a layer.  sigma = sigma_min + exp(rho) is
-    positive for every rho.
+    Every module of this package that has mu and sigma keeps them in such a layer.  By default sigma = sigma_min +
+    exp(rho), which is positive for every rho.
 
     num_classes: number of classes C, each with its own Gaussian
     lam: weight of the Gaussian term, 0 for plain softmax
@@ -35,6 +35,8 @@ class GaussianLogits(nn.Module):
     momentum: weight of the current batch for tracked Gaussians
     sigma_min: lower bound of sigma; the term amplifies a gradient by at most 0.4 * lam / sigma_min
     lr_mult: factor on the learning rate of mu and rho in `param_groups`
+    log_sigma: False makes sigma itself the parameter, as in the authors' code: sigma = max(rho, sigma_min).  A sigma
+        below the bound has no gradient and stays there, so this is for small learning rates only.
     x: (N, C), (N, C, d1, ...) or (C,), the raw outputs; z has the same shape
 
     >>> layer = GaussianLogits(3, lam=2.0)
@@ -57,6 +59,7 @@ class GaussianLogits(nn.Module):
         momentum: float = 0.02,
         sigma_min: float = 0.01,
         lr_mult: float = 1.0,
+        log_sigma: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -69,12 +72,15 @@ class GaussianLogits(nn.Module):
         for name, value in (("sigma_min", sigma_min), ("lr_mult", lr_mult)):
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name} must be 0 or more, got {value!r}")
+        if gaussians == "tracked" and not log_sigma:
+            raise ValueError("log_sigma=False is for learned and fixed Gaussians, got gaussians='tracked'")
         self.num_classes = num_classes
         self.lam = lam
         self.gaussians = gaussians
         self.momentum = momentum
         self.sigma_min = sigma_min
         self.lr_mult = lr_mult
+        self.log_sigma = log_sigma
         self._initial = (per_class("mu", mu, num_classes), per_class("sigma", sigma, num_classes))
         self._check_sigma(self._initial[1])
         for name in ("mu", "rho"):
@@ -98,11 +104,11 @@ class GaussianLogits(nn.Module):
 
     @property
     def sigma(self) -> Tensor:
-        """The standard deviations (classes,), sigma_min + exp(rho)."""
+        """The standard deviations (classes,), sigma_min + exp(rho) or max(rho, sigma_min)."""
         rho = self.rho
         if rho.dtype is not torch.float32 and rho.dtype is not torch.float64:
             rho = rho.float()
-        return rho.exp() + self.sigma_min
+        return rho.exp() + self.sigma_min if self.log_sigma else rho.clamp_min(self.sigma_min)
 
     def reset_parameters(self) -> None:
         """Reset mu and sigma to their initial values."""
@@ -231,6 +237,7 @@ class GaussianLogits(nn.Module):
         text = f"{self.num_classes}, lam={self.lam:g}, gaussians={self.gaussians!r}, sigma_min={self.sigma_min:g}"
         if self.gaussians == "tracked":
             text += f", momentum={self.momentum:g}"
+        text += "" if self.log_sigma else ", log_sigma=False"
         return text + (f", lr_mult={self.lr_mult:g}" if self.lr_mult != 1 else "")
 
     def _low(self) -> float:
@@ -238,6 +245,8 @@ class GaussianLogits(nn.Module):
         return 1e-6 * (self.sigma_min or 1e-6)
 
     def _rho(self, sigma: Tensor) -> Tensor:
+        if not self.log_sigma:
+            return sigma
         return (sigma - self.sigma_min).clamp_min(self._low()).log()
 
     def _check_sigma(self, sigma: Tensor) -> None:
@@ -256,7 +265,9 @@ class GaussianLogits(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
 
-def param_groups(model: nn.Module, *, lr: float, weight_decay: float = 0.0) -> list[dict[str, Any]]:
+def param_groups(
+    model: nn.Module, *, lr: float, weight_decay: float = 0.0, gaussian_momentum: float | None = None
+) -> list[dict[str, Any]]:
     """Optimizer parameter groups for any model that contains modules of this package.
 
     mu and rho of every Gaussian get no weight decay, which would pull mu to 0 and sigma to 1 whatever the data, and
@@ -264,6 +275,7 @@ def param_groups(model: nn.Module, *, lr: float, weight_decay: float = 0.0) -> l
 
     model: any module; parameters with `requires_grad=False` are left out
     lr, weight_decay: for all other parameters
+    gaussian_momentum: of mu and rho, without Nesterov's correction (0 in the authors' code); None for the optimizer's
 
     >>> groups = param_groups(GaussianLogits(3, lr_mult=10.0), lr=0.1, weight_decay=5e-4)
     >>> [(len(g["params"]), g["lr"], g["weight_decay"]) for g in groups]
@@ -274,10 +286,11 @@ def param_groups(model: nn.Module, *, lr: float, weight_decay: float = 0.0) -> l
     for parameter in model.parameters():
         if parameter.requires_grad:
             groups.setdefault(multipliers.get(id(parameter)), []).append(parameter)
+    own = {} if gaussian_momentum is None else {"momentum": gaussian_momentum, "nesterov": False}
     return [
         {"params": params, "lr": lr, "weight_decay": weight_decay}
         if mult is None
-        else {"params": params, "lr": lr * mult, "weight_decay": 0.0}
+        else {"params": params, "lr": lr * mult, "weight_decay": 0.0, **own}
         for mult, params in sorted(groups.items(), key=lambda item: (item[0] is not None, item[0] or 0.0))
     ]
 

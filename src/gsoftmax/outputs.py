@@ -4,7 +4,7 @@
     y      (N,) class indices, or (N, C) of 0 and 1 for several labels               aliases: labels, targets, target
     p      (N, C) probabilities, if you have them (else softmax or sigmoid of x)     aliases: probabilities
     names  (C,) the classes' names
-    mu, sigma, lam    (C,), (C,) and a number: the Gaussians of a G-softmax head
+    mu, sigma, lam    (C,), (C,) and a number: the Gaussians of a G-softmax head; multi-label also (2, L), absence first
 
 A CSV has a header: the column `y` (an index or a class's name), every other column an output that is named after its
 class; for several labels a column `y:NAME` for every output; `p:NAME` for probabilities.  In a .safetensors file the
@@ -96,6 +96,7 @@ class Outputs:
     notes: list[str]  # what a reader of the numbers should know
     train: dict[str, torch.Tensor] | None  # state of the training set's ClassStatistics, in a run's file
     source: Any  # the reader
+    absent: np.ndarray | None = None  # (L, 2) mu and sigma of x-, of a head with two Gaussians per label
     offset: int = 0  # subtracted from y: 1 where labels start at 1
 
     def blocks(self, rows: int) -> Iterator[Block]:
@@ -197,6 +198,10 @@ def open_outputs(
     given = next((g for g in (names, source.names, run_names) if g is not None), None)
     if given is not None and len(given) != c:
         raise ValueError(f"names must be {c}, one for each class, got {len(given)}")
+    mu, sigma = _gaussians(source, "mu", c), _gaussians(source, "sigma", c)
+    if (mu is None) != (sigma is None):
+        raise ValueError(f"mu and sigma come together, got {'sigma' if mu is None else 'mu'} alone")
+    pairs = None if mu is None or sigma is None else np.stack(np.broadcast_arrays(mu, sigma), 2)  # (1 or 2, C, 2)
     found = Outputs(
         name=name or (path.parent.name if path.name == "outputs.safetensors" else path.stem),
         n=n,
@@ -204,15 +209,14 @@ def open_outputs(
         multilabel=multilabel,
         classes=tuple(map(str, range(c) if given is None else given)),
         names_given=given is not None,
-        mu=_gaussian(source, "mu", c),
-        sigma=_gaussian(source, "sigma", c),
+        mu=None if pairs is None else pairs[-1, :, 0],
+        sigma=None if pairs is None else pairs[-1, :, 1],
         lam=_lam(source),
         notes=[],
         train=getattr(source, "train", None),
         source=source,
+        absent=pairs[0] if pairs is not None and len(pairs) == 2 and multilabel else None,
     )
-    if (found.mu is None) != (found.sigma is None):
-        raise ValueError(f"mu and sigma come together, got {'sigma' if found.mu is None else 'mu'} alone")
     _look_at_labels(found)
     if "p" not in source.shapes:
         if multilabel:
@@ -248,13 +252,13 @@ def _look_at_labels(file: Outputs) -> None:
         raise ValueError(f"y must be in 0 to {c - 1} for {c} outputs (or {IGNORE}, left out), got {low} to {high}")
 
 
-def _gaussian(source: Any, key: str, classes: int) -> np.ndarray | None:
-    """mu or sigma of x (or x+): (C,), from (C,) or from (2, L), absence first."""
+def _gaussians(source: Any, key: str, classes: int) -> np.ndarray | None:
+    """mu or sigma: (1, C), or (2, L) of x- and x+."""
     if key not in source.shapes:
         return None
     if source.shapes[key] not in ((classes,), (2, classes)):
         raise ValueError(f"{key} must have the shape ({classes},), or (2, {classes}), got {source.shapes[key]}")
-    value: np.ndarray = _numbers(source.whole(key), key).astype(np.float64).reshape(-1, classes)[-1]
+    value: np.ndarray = _numbers(source.whole(key), key).astype(np.float64).reshape(-1, classes)
     if not np.isfinite(value).all() or (key == "sigma" and value.min() <= 0):
         raise ValueError(f"{key} must be finite{' and positive' if key == 'sigma' else ''}, got {value.min():g}")
     return value

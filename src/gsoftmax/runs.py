@@ -1,9 +1,10 @@
 """The folder of a run: it describes itself, its writes are atomic, and it belongs to one run at a time.
 
-    config.json  environment.json  metrics.jsonl  outputs.safetensors  checkpoint/epoch-000003-batch-00000000-HASH.pt
+    config.json  environment.json  metrics.jsonl  model.safetensors  outputs.safetensors
 
-A checkpoint's name carries the first half of its SHA-256.  The newest two are kept: a damaged one is skipped, with a
-warning, for the one before it.
+Until the run is finished there are also checkpoints, checkpoint/epoch-000003-batch-00000000-HASH.pt.  A checkpoint's
+name carries the first half of its SHA-256.  The newest two are kept: a damaged one is skipped, with a warning, for the
+one before it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import shlex
 import sys
 import warnings
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +56,9 @@ class RunFolder:
         self._open.close()
 
     def _claim(self, config: Config, described: Mapping[str, Any]) -> None:
-        if (found := read_config(self.path)) is not None:
-            if not self.resume:
-                raise ValueError(f"{self.path} already contains a run; continue it with --resume")
-            if differing := found.differences(config):
-                raise ValueError(f"{self.path} contains a run with {differing}")
+        if read_config(self.path) is not None and not self.resume:
+            raise ValueError(f"{self.path} already contains a run; continue it with --resume")
+        check_config(self.path, config)
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         for left in [*self.path.glob("*.partial"), *self.checkpoints.glob("*.partial")]:
             left.unlink()  # of a process that was killed while it wrote
@@ -114,12 +113,72 @@ class RunFolder:
                 if isinstance(value, (int, float)) and key not in ("epoch", "final"):
                     self._board.add_scalar(key, value, row.get("epoch", row.get("epochs")))
 
-    def finish(self, result: Mapping[str, Any], outputs: Mapping[str, Tensor]) -> None:
-        from safetensors.torch import save_file
-
-        with atomic_file(self.path / "outputs.safetensors") as partial:
-            save_file({k: v.contiguous() for k, v in outputs.items()}, partial)
+    def finish(
+        self,
+        result: Mapping[str, Any],
+        outputs: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor],
+        described: Mapping[str, str],
+    ) -> None:
+        """Writes the model and the outputs, then the row that makes the run a finished one; checkpoints go last."""
+        save_tensors(self.path / "model.safetensors", weights, described)
+        save_tensors(self.path / "outputs.safetensors", outputs)
         self.log({"final": True, **result})
+        with open(self.path / "metrics.jsonl", "rb+") as file:
+            os.fsync(file.fileno())  # on the disk before the checkpoints are gone
+        remove_checkpoints(self.path)
+
+
+def finished(run: str | os.PathLike[str], config: Config, resume: bool) -> dict[str, Any] | None:
+    """The metrics of a run that needs no further training, None for any other; removes checkpoints that a crash left.
+
+    run, config, resume: the folder, what is wanted in it, and whether a run in it may be continued
+    """
+    path = Path(run)
+    if not resume or read_result(path) is None:
+        return None
+    check_config(path, config)
+    with locked(path):
+        result = read_result(path)
+        has_model = (path / "model.safetensors").exists()
+        if result is None or (not has_model and any((path / "checkpoint").glob("epoch-*.pt"))):
+            return None  # a run of an older version: its last checkpoint becomes the model
+        if has_model:
+            remove_checkpoints(path)
+    return {k: v for k, v in result.items() if k != "final"}
+
+
+def check_config(run: Path, config: Config) -> None:
+    """Raises if the folder contains a run with another configuration."""
+    found = read_config(run)
+    if found is not None and (differing := found.differences(config)):
+        raise ValueError(f"{run} contains a run with {differing}")
+
+
+def remove_checkpoints(run: Path) -> None:
+    """Removes what a finished run no longer needs."""
+    for path in (run / "checkpoint").glob("epoch-*.pt"):
+        path.unlink(missing_ok=True)
+    with suppress(OSError):  # damaged checkpoints stay, and with them the folder
+        (run / "checkpoint").rmdir()
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], described: Mapping[str, str] | None = None) -> None:
+    """Writes a .safetensors file with `described` as its metadata.
+
+    Tensors that share memory, such as tied weights, are written once for each name: the format has no shared tensors.
+    """
+    from safetensors.torch import save_file
+
+    held: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().contiguous()
+        place = tensor.untyped_storage().data_ptr()
+        held[name] = tensor.clone() if place in seen else tensor
+        seen.add(place)
+    with atomic_file(path) as partial:
+        save_file(held, partial, dict(described or {}))
 
 
 def folder_name(head: str) -> str:
@@ -128,7 +187,7 @@ def folder_name(head: str) -> str:
     >>> folder_name("gsoftmax(lam=4, gaussians=tracked)")
     'gsoftmax-lam=4-gaussians=tracked'
     """
-    return re.sub(r"-+", "-", re.sub(r"[^\w.=+-]+", "-", head)).strip("-")
+    return re.sub(r"[^\w.=+-]+", "-", head).strip("-")
 
 
 def read_config(run: Path) -> Config | None:

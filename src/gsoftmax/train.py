@@ -1,4 +1,4 @@
-"""The training loop: batches in, a run folder with metrics, outputs and checkpoints out."""
+"""The training loop: batches in, a run folder with metrics, outputs and the trained model out."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import build, distributed, evaluation, sharded
+from . import build, distributed, evaluation, models, sharded
 from .config import Config
 from .data import Dataset
 from .data.seeded import mix
 from .distributed import Stopped, Watch, World
 from .messages import first_line
-from .runs import RunFolder, read_environment
+from .runs import RunFolder, finished, read_environment
 
 __all__ = ["Diverged", "train"]
 
@@ -41,7 +41,8 @@ def train(
     """Trains, evaluates, writes the run folder and returns the final metrics.
 
     config, data_root: what to train, and where the datasets are
-    out, resume: the run folder (None to write nothing), and whether to continue from its newest checkpoint
+    out, resume: the run folder (None to write nothing), and whether to continue from its newest checkpoint; a finished
+        run is not trained again
     progress: called with one line of text per batch
 
     Under torchrun the processes share every batch.  SIGINT and SIGTERM save the state and raise `Stopped`.
@@ -54,6 +55,11 @@ def train(
     device = build.pick_device(config.device)
     with ExitStack() as stack:
         world = stack.enter_context(distributed.joined(device))
+        if out is not None:
+            resume = resume or distributed.restarted(read_environment(out))
+            done = distributed.on_rank0(world, finished, out, config, resume)
+            if done is not None:
+                return done
         dataset = distributed.rank0_first(world, build.load_data, config, data_root)
         parts = build.prepare(config, dataset, device, world)
         others = distributed.rank0_first(world, evaluation.load_others, config, dataset, data_root)
@@ -63,7 +69,6 @@ def train(
             described: dict[str, Any] = {"data": names, "processes": world.size}
             if distributed.launch() is not None:
                 described["torchrun"] = distributed.launch()
-            resume = resume or distributed.restarted(read_environment(out))
             run.folder = distributed.only_rank0(world, RunFolder, out, config, described, resume)
             stack.enter_context(run.folder or nullcontext())
             run.watch = stack.enter_context(Watch(world, config.checkpoint_minutes))
@@ -112,8 +117,9 @@ class Run:
             for i, (inputs, target) in enumerate(batches, self.batch + 1):
                 torch.manual_seed(mix(config.seed, 3, epoch, i, *([rank] if rank else [])))  # dropout
                 last = i % config.accumulate == 0 or i == self.batches  # of an optimizer step
-                loss = self.backward(inputs, target, last)
-                self.seen += config.batch_size
+                rows = min(config.batch_size, len(self.dataset.train) - (i - 1) * config.batch_size)
+                loss = self.backward(inputs, target, last, rows)
+                self.seen += rows
                 if self.progress is not None and self.device.type == "cpu":
                     self.show(i, loss.item())
                 if not last:
@@ -124,11 +130,14 @@ class Run:
                     self.checkpoint(f"in epoch {epoch}, after batch {i} of {self.batches}")
             self.finish_epoch()
 
-    def backward(self, inputs: Tensor, target: Tensor, last: bool) -> Tensor:
-        """Loss and gradients of one batch; DDP averages the gradients after the `last` batch of a step."""
+    def backward(self, inputs: Tensor, target: Tensor, last: bool, rows: int) -> Tensor:
+        """Loss and gradients of one batch; DDP averages the gradients after the `last` batch of a step.
+
+        rows: of the batch over all processes
+        """
         parts, size, weight = self.parts, self.world.size, 1.0
         if size > 1 and not parts.network.in_shards:  # a sharded head returns the loss of the whole batch everywhere
-            weight = size * (1.0 if self.config.reduction == "sum" else len(target) / self.config.batch_size)
+            weight = size * (1.0 if self.config.reduction == "sum" else len(target) / rows)
         with nullcontext() if last else parts.no_sync():
             with self.amp():
                 loss = parts.loss(inputs, target, **build.loss_options(self.config))
@@ -189,8 +198,20 @@ class Run:
                 result |= evaluator.detection(outputs, stats, others)
         result |= {"seconds": seconds, "epochs": config.epochs, "examples_per_second": self.seen / max(seconds, 1e-9)}
         if self.watch is not None:
-            distributed.only_rank0(world, RunFolder.finish, self.folder, result, outputs)
+            written = (outputs, self.weights(), models.describe(config, dataset))
+            distributed.only_rank0(world, RunFolder.finish, self.folder, result, *written)
         return result
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights that were evaluated, whole and on the CPU of rank 0; all ranks must call it."""
+        from torch.distributed.checkpoint import state_dict as states
+
+        average = self.parts.average
+        network: Any = self.parts.network if average is None else average.module
+        options = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        held = states.get_model_state_dict(network, options=options)
+        counter = "head.draws" if network.in_shards else None  # of sampled classes, which a whole head does not have
+        return {k: v for k, v in held.items() if isinstance(v, Tensor) and k != counter}
 
     def evaluator(self) -> evaluation.Evaluator:
         """Of the network, or of its EMA copy if there is one, the same on every process."""

@@ -19,7 +19,7 @@ class GSoftmaxHead(SoftmaxHead):
     """Linear layer and G-softmax cross entropy: `SoftmaxHead` with a Gaussian per output.
 
     in_features, num_classes, bias, form, impl, h and target as in `SoftmaxHead`; lam, mu, sigma, gaussians and
-    gaussian_options (momentum, sigma_min, lr_mult) as in `GaussianLogits`.
+    gaussian_options (momentum, sigma_min, lr_mult, log_sigma) as in `GaussianLogits`.
 
     >>> head = GSoftmaxHead(16, 10, lam=1.0)
     >>> h, target = torch.zeros(4, 16), torch.tensor([1, 2, 3, 4])

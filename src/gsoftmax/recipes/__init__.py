@@ -7,6 +7,8 @@ The files beside this one define them: `tableN.yaml` every row of the paper's ta
 from __future__ import annotations
 
 import functools
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -15,7 +17,7 @@ from typing import Any
 from ..config import Config
 from ..messages import did_you_mean
 
-__all__ = ["Recipe", "find", "parse", "recipes"]
+__all__ = ["Recipe", "families", "family", "find", "parse", "recipes", "shortened"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,20 @@ class Recipe:
     changes: dict[str, Any]  # keys that differ from `Config`
     smoke: dict[str, Any]  # further changes for a smoke test
     published: dict[str, float]  # the paper's numbers in percent, for a row of its tables
+
+    @property
+    def family(self) -> str:
+        """The name without the head: what the rows of one comparison share; empty for other recipes."""
+        return self._split()[0]
+
+    @property
+    def label(self) -> str:
+        """The rest of the name: the head, and its initial Gaussians."""
+        return self._split()[1]
+
+    def _split(self) -> tuple[str, str]:
+        match = re.fullmatch(r"(.+?)-([lg]?softmax.*)", self.name) if self.published else None
+        return (match[1], match[2]) if match else ("", self.name)
 
     def config(self, changes: Mapping[str, Any] | None = None, *, smoke: bool = False) -> Config:
         """The configuration.
@@ -47,6 +63,60 @@ def recipes() -> dict[str, Recipe]:
     """
     files = sorted((f for f in resources.files(__name__).iterdir() if f.name.endswith(".yaml")), key=lambda f: f.name)
     return parse({file.name: file.read_text("utf-8") for file in files})
+
+
+def families() -> dict[str, list[Recipe]]:
+    """The rows of the paper that differ only in the head, by what their names share.
+
+    >>> [row.label for row in families()["wrn-cifar10"]]
+    ['softmax', 'lsoftmax', 'gsoftmax']
+    """
+    found: dict[str, list[Recipe]] = {}
+    for recipe in recipes().values():
+        if recipe.family:
+            found.setdefault(recipe.family, []).append(recipe)
+    return found
+
+
+def family(what: str) -> list[Recipe]:
+    """The rows of a family.
+
+    what: its name, or the name of one of its rows; empty for anything else
+
+    >>> family("wrn-cifar10-gsoftmax") == family("wrn-cifar10") == families()["wrn-cifar10"]
+    True
+    """
+    name = recipes()[what].family if what in recipes() else what
+    return families().get(name, [])
+
+
+def shortened(config: Config, factor: float) -> Config:
+    """The same training with the epochs, and the epochs of its schedule, divided by a factor.
+
+    config, factor: the training, and the factor, 1 or more
+
+    >>> short = shortened(recipes()["vgg-cifar10-softmax"].config(), 20)
+    >>> short.epochs, short.schedule["steps"]
+    (15, {4: 0.2, 7: 0.2, 9: 0.2, 12: 0.2, 14: 0.2})
+    """
+    if not 1 <= factor <= max(config.epochs, 1):
+        raise ValueError(f"shorten must be from 1 to the {config.epochs} epochs of the training, got {factor:g}")
+    if factor == 1:
+        return config
+
+    def scaled(epochs: int) -> int:
+        return math.floor(epochs / factor + 0.5)
+
+    schedule = dict(config.schedule)
+    if "steps" in schedule:  # a step takes effect at the beginning of its epoch
+        steps: dict[int, float] = {}
+        for epoch, value in schedule["steps"].items():
+            at = scaled(int(epoch) - 1) + 1
+            steps[at] = steps.get(at, 1.0) * value  # two may fall together
+        schedule["steps"] = steps
+    if "pieces" in schedule:
+        schedule["pieces"] = [[max(1, scaled(end)), *ends] for end, *ends in schedule["pieces"]]
+    return config.override({"epochs": max(1, scaled(config.epochs)), "schedule": schedule})
 
 
 def find(name: str) -> Recipe:

@@ -14,7 +14,8 @@ from ..tables import Table
 from . import figures as figure_room
 from . import page
 from .data import Document, from_analysis, from_comparison, from_runs
-from .tables import of_document, paper_tables, summary_by_seed
+from .paper import paper_tables
+from .tables import of_document, summary_by_seed
 
 __all__ = [
     "Document",
@@ -104,5 +105,6 @@ def terminal(doc: Document, most: int = 60) -> str:
     sentences = [*doc["verdicts"], *(f"note: {note}" for note in doc["notes"])]
     parts = [textwrap.fill(table_room.plain(s), 100, subsequent_indent="  ") for s in sentences]
     for table in of_document(doc):
-        parts += ["", table.first(most, f"... and {len(table.rows) - most:,} rows more, in the CSV").text()]
+        more = f"... and {len(table.rows) - most:,} rows more, in the CSV. {table.note}".strip()
+        parts += ["", table.first(most, more).text()]
     return "\n".join(parts)

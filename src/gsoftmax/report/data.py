@@ -13,6 +13,8 @@ files of outputs, and from a document that was saved.  nan and inf are None.
     over_classes   head -> measure -> paired difference from the first head
     over_images    paired and mcnemar, of two models on the same images
     correlations   of geometry with the classes' scores
+    normality      one per head, of its first seed: for every class count, skewness, kurtosis, p, p_holm, and the ranges
+                   own and other
     config, environment, commands
 """
 
@@ -126,9 +128,9 @@ def _is_number(value: Any) -> bool:
 
 def _from_runs(summary: Mapping[str, Any], runs: Mapping[tuple[str, int], Path], title: str) -> Document:
     heads, seeds = list(summary["heads"]), list(summary["seeds"])
-    doc = _blank(title, "compare", heads, seeds, bool(summary["multilabel"]))
+    doc = blank(title, "compare", heads, seeds, bool(summary["multilabel"]))
     doc["verdicts"] = verdicts(dict(summary))
-    doc["metrics"] = _with_intervals(summary["metrics"])
+    doc["metrics"] = with_intervals(summary["metrics"])
     ready = {key: run for key, run in runs.items() if (run / "outputs.safetensors").exists()}
     if len(ready) < len(runs):
         doc["notes"].append(
@@ -138,7 +140,7 @@ def _from_runs(summary: Mapping[str, Any], runs: Mapping[tuple[str, int], Path],
     notes = Counter[str]()
     for (head, seed), run in ready.items():
         found[head, seed] = a = analyze(run, most_points=MOST_POINTS // len(runs), name=head)
-        _add_analysis(doc, a, head, seed)
+        add_analysis(doc, a, head, seed)
         _add_curve(doc, run, head, seed)
         notes.update(a.notes)
     doc["notes"] += [note if n == len(ready) else f"{note} (in {n} of {len(ready)} runs)" for note, n in notes.items()]
@@ -191,7 +193,7 @@ def from_analysis(
     """
     both = [first] if second is None else [first, second]
     heads = [a.name for a in both]
-    doc = _blank(title or " against ".join(reversed(heads)), "analyze", heads, [0], first.multilabel)
+    doc = blank(title or " against ".join(reversed(heads)), "analyze", heads, [0], first.multilabel)
     order = measures.MULTI if first.multilabel else measures.SINGLE
     averages = {a.name: {**a.metrics, **a.geometry.average()} for a in both}
     extra = [k for k in first.metrics if k not in order]
@@ -200,7 +202,7 @@ def from_analysis(
         values = {h: scale * averages[h][metric] for h in heads if metric in averages[h]}
         doc["metrics"][metric] = _json({h: {"values": [v], "mean": v, "sd": None} for h, v in values.items()})
     for a in both:
-        _add_analysis(doc, a, a.name, 0)
+        add_analysis(doc, a, a.name, 0)
         doc["notes"] += [f"{a.name}: {note}" if len(both) > 1 else note for note in a.notes]
     if comparison is not None:
         assert second is not None
@@ -250,8 +252,12 @@ def _against(a: Analysis, b: Analysis, found: Comparison) -> str:
     return sentence + "."
 
 
-def _blank(title: str, kind: str, heads: Sequence[str], seeds: Sequence[int], multilabel: bool) -> Document:
-    lists = ("verdicts", "notes", "classes", "geometry", "points", "calibration", "curves", "commands")
+def blank(title: str, kind: str, heads: Sequence[str], seeds: Sequence[int], multilabel: bool) -> Document:
+    """A document without numbers.
+
+    title, kind, heads, seeds, multilabel: as the document has them
+    """
+    lists = ("verdicts", "notes", "classes", "geometry", "points", "calibration", "curves", "commands", "normality")
     return {
         **{key: [] for key in lists},
         **{key: {} for key in ("metrics", "over_classes", "config", "environment")},
@@ -263,17 +269,17 @@ def _blank(title: str, kind: str, heads: Sequence[str], seeds: Sequence[int], mu
     }
 
 
-def _add_analysis(doc: Document, a: Analysis, head: str, seed: int) -> None:
+def add_analysis(doc: Document, a: Analysis, head: str, seed: int) -> None:
+    """Adds one model to a document.
+
+    doc, a: the document and the model
+    head, seed: what the model is called there
+    """
     doc["classes"] = doc["classes"] or [plain(name) for name in a.classes]
     row = _geometry(a.geometry, a.gaussians, head, seed, "test")
     row["AP" if a.multilabel else "accuracy"] = _json(a.score)
     if a.learned is not None:
-        row["learned"] = _json(a.learned)
-        mu, sigma = a.learned.T
-        learned = {"compactness": geometry.compactness(sigma)}
-        if not a.multilabel:  # separability between labels is undefined
-            learned |= {m: getattr(geometry, m)(mu, sigma) for m in PAPER[1:]}
-        row["learned_measures"] = _json(learned)
+        row["learned"], row["learned_measures"] = _json(a.learned), _json(a.learned_measures)
     doc["geometry"].append(row)
     if a.train is not None:
         doc["geometry"].append(_geometry(a.train.geometry(), class_gaussians(a.train), head, seed, "train"))
@@ -282,6 +288,10 @@ def _add_analysis(doc: Document, a: Analysis, head: str, seed: int) -> None:
     points = {k: a.points[k].tolist() for k in ("c", "own", "j")}
     points |= {k: [float(f"{v:.5g}") for v in a.points[k].tolist()] for k in ("x", "p")}
     doc["points"].append({"head": head, "seed": seed, **points})
+    if all(row["head"] != head for row in doc["normality"]):
+        found = a.distributions
+        tests = {"count": row["count"], "p_holm": significance.holm(found.p), **vars(found)}
+        doc["normality"].append({"head": head, "seed": seed, **{k: _json(v, 6) for k, v in tests.items()}})
     count, confidence, right = a.calibration.T
     bins = {"count": count.astype(int), "confidence": confidence, "right": right}
     doc["calibration"].append(_json({"head": head, "seed": seed, **bins}))
@@ -293,8 +303,38 @@ def _geometry(g: geometry.ClassGeometry, n: Any, head: str, seed: int, split: st
     return _json({**row, "own": n.own, "other": n.other, "overall": n.overall, "nearest": n.nearest})
 
 
-def _with_intervals(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """95 % intervals of the means over seeds."""
+def some_classes(row: Mapping[str, Any], keep: Sequence[int | None]) -> dict[str, Any]:
+    """A row of `geometry` or `normality` with other classes.
+
+    row, keep: the row, and which of its classes, None for one without numbers
+    """
+
+    def part(key: str, value: Any) -> Any:
+        if key == "learned_measures":
+            return {k: part(k, v) for k, v in value.items()}
+        if key == "nearest":
+            return [[] for _ in keep]
+        return [None if c is None else value[c] for c in keep] if isinstance(value, list) else value
+
+    return {key: part(key, value) for key, value in row.items()}
+
+
+def some_points(run: Mapping[str, Any], place: Mapping[int, int]) -> dict[str, Any]:
+    """A row of `points` with other classes.
+
+    run, place: the row, and the new number of each class that is kept
+    """
+    chosen = [i for i, c in enumerate(run["c"]) if c in place]
+    new = {k: [run[k][i] for i in chosen] for k in ("own", "x", "p")}
+    new |= {"c": [place[run["c"][i]] for i in chosen], "j": [place.get(run["j"][i], -1) for i in chosen]}
+    return {**run, **new}
+
+
+def with_intervals(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics with the 95 % intervals of their means over seeds.
+
+    metrics: metric -> head -> values, mean and sd
+    """
 
     def with_interval(row: Mapping[str, Any]) -> Any:
         n, sd = len(row["values"]), row.get("sd")
@@ -340,16 +380,16 @@ def command_line() -> str:
     return shlex.join([*start, *sys.argv[1:]])
 
 
-def _json(value: Any) -> Any:
-    """The same as plain lists and numbers: 12 digits, None for what is not finite."""
+def _json(value: Any, digits: int = 12) -> Any:
+    """The same as plain lists and numbers, rounded, None for what is not finite."""
     if is_dataclass(value) and not isinstance(value, type):
-        return _json(asdict(value))
+        return _json(asdict(value), digits)
     if isinstance(value, Mapping):
-        return {str(k): _json(v) for k, v in value.items()}
+        return {str(k): _json(v, digits) for k, v in value.items()}
     if isinstance(value, np.ndarray):
-        return _json(value.tolist())
+        return _json(value.tolist(), digits)
     if isinstance(value, (list, tuple)):
-        return [_json(v) for v in value]
+        return [_json(v, digits) for v in value]
     if isinstance(value, float):
-        return float(f"{value:.12g}") if math.isfinite(value) else None
+        return float(f"{value:.{digits}g}") if math.isfinite(value) else None
     return value

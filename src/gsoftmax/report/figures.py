@@ -31,12 +31,19 @@ def write(
     """
     drawn = {name: spec for name, spec in figures(doc, c=c).items() if names is None or name in names}
     out.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for name, spec in drawn.items():
-        for kind in formats:
-            paths.append(out / f"{name}.{kind}")
-            with atomic_file(paths[-1]) as partial:
-                partial.write_bytes(render(spec, kind))
+    return [path for name, spec in drawn.items() for path in save(spec, out, name, formats)]
+
+
+def save(spec: Spec, out: Path, name: str, formats: Sequence[str]) -> list[Path]:
+    """Writes one figure and returns the paths of its files.
+
+    spec, out: with all its data, and a folder
+    name, formats: of the files
+    """
+    paths = [out / f"{name}.{kind}" for kind in formats]
+    for path, kind in zip(paths, formats, strict=True):
+        with atomic_file(path) as partial:
+            partial.write_bytes(render(spec, kind))
     return paths
 
 
@@ -79,36 +86,33 @@ def figures(doc: Mapping[str, Any], *, c: int = 0) -> dict[str, Spec]:
     seed = max(doc["seeds"], key=lambda s: len({g["head"] for g in doc["geometry"] if g["seed"] == s}))
     found: dict[str, Spec] = {}
     if doc["points"]:
-        panels = [_panel(specs.scatter(json.dumps(h)), h, 210, 190) for h in heads if _has(doc["points"], h)]
-        found["x-against-p"] = _sheet(doc, panels, f"class {classes[c]}", cls=c, seed=seed)
+        panels = [panel(specs.scatter(json.dumps(h)), h, 210, 190) for h in heads if _has(doc["points"], h)]
+        found["x-against-p"] = compose(doc, [panels], f"class {classes[c]}", cls=c, seed=seed)
     if doc["geometry"]:
-        wide = _panel(specs.gaussians(), None, 300, 190)
-        small = [_panel(specs.class_bars(json.dumps(m), m), None, 26 * len(heads), 190) for m in PAPER]
-        found["gaussians"] = _sheet(doc, [wide, *small], f"class {classes[c]}", cls=c, seed=seed)
+        wide = panel(specs.gaussians(), None, 300, 190)
+        small = [panel(specs.class_bars(json.dumps(m), m), None, 26 * len(heads), 190) for m in PAPER]
+        found["gaussians"] = compose(doc, [[wide, *small]], f"class {classes[c]}", cls=c, seed=seed)
     with_learned = [g for g in doc["geometry"] if g.get("learned") and g["split"] == "test"]
     if with_learned:
-        panels = [_panel(specs.learned(json.dumps(h), "-1"), h, 300, 230) for h in heads if _has(with_learned, h)]
-        found["learned"] = _sheet(doc, panels, seed=seed)
+        panels = [panel(specs.learned(json.dumps(h), "-1"), h, 300, 230) for h in heads if _has(with_learned, h)]
+        found["learned"] = compose(doc, [panels], seed=seed)
     if shown := [m for m in PAPER if m in doc["metrics"]]:
-        panels = [_panel(specs.average_bars(json.dumps(m), f"mean {m}"), None, 40 * len(heads), 180) for m in shown]
-        found["averages"] = _sheet(doc, panels)
+        panels = [panel(specs.average_bars(json.dumps(m), f"mean {m}"), None, 40 * len(heads), 180) for m in shown]
+        found["averages"] = compose(doc, [panels])
     if keys := list(dict.fromkeys(k for run in doc["curves"] for k in run if k not in ("head", "seed", "epoch"))):
-        panels = [_panel(specs.curves(json.dumps(k), curve_title(k)), None, 230, 180) for k in keys[:_MOST_CURVES]]
-        found["curves"] = _sheet(doc, panels)
+        panels = [panel(specs.curves(json.dumps(k), curve_title(k)), None, 230, 180) for k in keys[:_MOST_CURVES]]
+        found["curves"] = compose(doc, [panels])
     if len(doc["seeds"]) > 1:
         shown = [m for m in ("error", "mAP", *PAPER) if m in doc["metrics"]]
-        panels = [_panel(specs.seeds(json.dumps(m), measures.find(m).title), None, 50 * len(heads), 180) for m in shown]
-        found["seeds"] = _sheet(doc, panels)
+        panels = [panel(specs.seeds(json.dumps(m), measures.find(m).title), None, 50 * len(heads), 180) for m in shown]
+        found["seeds"] = compose(doc, [panels])
     if doc["calibration"]:
-        found["calibration"] = _sheet(doc, [_panel(specs.calibration(), None, 250, 250)])
+        found["calibration"] = compose(doc, [[panel(specs.calibration(), None, 250, 250)]])
     for split in doc["splits"]:
         if any(g["split"] == split for g in doc["geometry"]):
             few = "" if len(classes) <= specs.SHOWN else f", first {specs.SHOWN} of {len(classes):,} classes"
-            panels = [_panel(specs.bars(json.dumps(m)), m, 190, {"step": 8, "for": "offset"}) for m in PAPER]
-            for panel in panels[1:]:
-                for layer in panel["layer"]:
-                    layer["encoding"]["y"]["axis"] = {"labels": False, "ticks": False}
-            found[f"classes-{split}"] = _sheet(doc, panels, f"{split} set{few}", split=split, first=0)
+            panels = class_panels(json.dumps(split))
+            found[f"classes-{split}"] = compose(doc, [panels], f"{split} set{few}", first=0)
     return found
 
 
@@ -139,16 +143,33 @@ def sheet(spec: Spec, title: str | None = None, heads: Sequence[str] = ()) -> Sp
     return {**spec, **heading, "config": style}
 
 
-def _panel(spec: Spec, title: str | None, width: int, height: int | Spec) -> Spec:
+def panel(spec: Spec, title: str | None, width: int, height: int | Spec) -> Spec:
+    """A spec as a part of a figure, with its title and size in pixels."""
     return {**spec, "title": title or "", "width": width, "height": height}
 
 
-def _sheet(doc: Mapping[str, Any], panels: list[Spec], title: str | None = None, **choice: Any) -> Spec:
-    """Panels side by side, with the data that they name and the parameters of the document."""
-    data = {panel["data"]["name"] for panel in panels}
+def class_panels(split: str) -> list[Spec]:
+    """The paper's measures of every class, one panel each; only the first has the classes' names.
+
+    split: an expression
+    """
+    made = [panel(specs.bars(json.dumps(m), split), m, 190, {"step": 8, "for": "offset"}) for m in PAPER]
+    for layer in (layer for one in made[1:] for layer in one["layer"]):
+        layer["encoding"]["y"]["axis"] = {"labels": False, "ticks": False}
+    return made
+
+
+def compose(doc: Mapping[str, Any], rows: Sequence[list[Spec]], title: str | None = None, **choice: Any) -> Spec:
+    """Rows of panels, with the data that they name and the parameters of the document.
+
+    doc, rows: the document, and panels from top to bottom
+    title, choice: of the whole figure, and parameters as in `specs.parameters`
+    """
+    data = {panel["data"]["name"] for panels in rows for panel in panels}
     sources = {**doc, "heads": [{"head": h} for h in doc["heads"]]}
     params = [{"name": k, "value": v} for k, v in specs.parameters(doc, **choice).items()]
-    whole = {"hconcat": panels, "params": params, "datasets": {name: sources[name] for name in sorted(data)}}
+    parts: Spec = {"hconcat": rows[0]} if len(rows) == 1 else {"vconcat": [{"hconcat": panels} for panels in rows]}
+    whole = {**parts, "params": params, "datasets": {name: sources[name] for name in sorted(data)}}
     return sheet(whole, title, doc["heads"])
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from ..summary import PAIRED, differences, means
 from ..tables import Shown, Table
 from . import specs, tables
 from .colours import colours
-from .data import Document
+from .data import Document, some_classes, some_points
 from .figures import curve_title, vl_convert
 
 # What the page holds for each class, head, seed and split is about 300 bytes.
@@ -43,8 +42,8 @@ def render(doc: Document) -> str:
     """The page as text."""
     small = trim(doc)
     paint = colours(doc["heads"])
-    few = f"The first {_MOST_TABLE_ROWS} of {{:,}} rows; the table files have all."
-    rest = [*tables.over_classes(small), tables.correlations(small), tables.classes(small)]
+    few = f"The first {_MOST_TABLE_ROWS} of {{:,}} rows; the table files have all. {{}}"
+    rest = [*tables.over_classes(small), tables.correlations(small), tables.normality(small), tables.classes(small)]
     return _fill(
         "report.html",
         doc=small,
@@ -54,7 +53,9 @@ def render(doc: Document) -> str:
         tables={
             "summary": means(small),
             "differences": [*differences(small), *filter(None, [tables.over_images(small)])],
-            "rest": [t.first(_MOST_TABLE_ROWS, few.format(len(t.rows))) for t in rest if t is not None and t.rows],
+            "rest": [
+                t.first(_MOST_TABLE_ROWS, few.format(len(t.rows), t.note)) for t in rest if t is not None and t.rows
+            ],
         },
         name_of=lambda key: measures.find(key).title,
         curve_title=curve_title,
@@ -85,8 +86,9 @@ def trim(doc: Document) -> Document:
         keep = sorted(sorted(range(len(count)), key=lambda c: -count[c])[:_MOST_CLASSES])
         place = {c: i for i, c in enumerate(keep)}
         small["classes"] = [doc["classes"][c] for c in keep]
-        small["geometry"] = rows = [_some_classes(row, keep) for row in rows]
-        small["points"] = [_some_points(run, place) for run in doc["points"]]
+        small["geometry"] = rows = [some_classes(row, keep) for row in rows]
+        small["normality"] = [some_classes(row, keep) for row in doc.get("normality", [])]
+        small["points"] = [some_points(run, place) for run in doc["points"]]
         small["correlations"] = None
         small["notes"].append(
             f"this page shows the {_MOST_CLASSES:,} classes with the most images of {len(doc['classes']):,}; tables "
@@ -100,24 +102,6 @@ def trim(doc: Document) -> Document:
         told = ", ".join(map(str, kept))
         small["notes"].append(f"the figures by class show seeds {told} of {len(seeds)}; tables and tests use all")
     return small
-
-
-def _some_classes(row: Mapping[str, Any], keep: list[int]) -> dict[str, Any]:
-    def part(key: str, value: Any) -> Any:
-        if key == "learned_measures":
-            return {k: [v[c] for c in keep] for k, v in value.items()}
-        if key == "nearest":
-            return [[] for _ in keep]
-        return [value[c] for c in keep] if isinstance(value, list) else value
-
-    return {key: part(key, value) for key, value in row.items()}
-
-
-def _some_points(run: Mapping[str, Any], place: Mapping[int, int]) -> dict[str, Any]:
-    chosen = [i for i, c in enumerate(run["c"]) if c in place]
-    new = {k: [run[k][i] for i in chosen] for k in ("own", "x", "p")}
-    new |= {"c": [place[run["c"][i]] for i in chosen], "j": [place.get(run["j"][i], -1) for i in chosen]}
-    return {**run, **new}
 
 
 def _sure(table: Table, row: int) -> bool:

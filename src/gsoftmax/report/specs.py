@@ -71,7 +71,7 @@ def parameters(doc: Mapping[str, Any], **choice: Any) -> dict[str, Any]:
     return {"doc": known, "sides": sides, "cls": 0, "head": None, "seed": None, "split": "test", **choice}
 
 
-def scatter(panel: str = "panel") -> Spec:
+def scatter(panel: str = "panel", cls: str = "cls") -> Spec:
     """x against p of one class and its impostors, for one head; the range of x is that of all heads."""
     x = _q("x", scale={"zero": False})
     p = _q("p", scale={"domain": [-0.03, 1.03], "nice": False}, axis={**_FEW, "grid": True})
@@ -95,7 +95,7 @@ def scatter(panel: str = "panel") -> Spec:
         _steps(
             "seed === null || datum.seed === seed",
             {"flatten": ["c", "own", "j", "x", "p"]},
-            "datum.c === cls",
+            f"datum.c === {cls}",
             _calc(side="sides[1 - datum.own]", output=output),
         ),
         _layer({"type": "rule", "opacity": 0}, invisible, {"aggregate": ends}),
@@ -103,12 +103,12 @@ def scatter(panel: str = "panel") -> Spec:
     )
 
 
-def gaussians() -> Spec:
+def gaussians(cls: str = "cls") -> Spec:
     """The Gaussians of a class's own output and of all its impostors; with one head chosen, its nearest impostors."""
     alone = "(head !== null || length(doc.heads) === 1)"
-    near = "datum.nearest[cls]"
+    near = f"datum.nearest[{cls}]"
     pairs = {f"near{k}": f"{alone} && length({near}) > {k} ? slice({near}[{k}], 1) : null" for k in range(3)}
-    pairs = {"all": "datum.other[cls]", **pairs, "one": "datum.own[cls]"}
+    pairs = {"all": f"datum.other[{cls}]", **pairs, "one": f"datum.own[{cls}]"}
     is_near = "indexof(datum.key, 'near') === 0"
     name = f"'impostor ' + doc.classes[{near}[toNumber(slice(datum.key, 4))][0]]"
     encoding = {
@@ -140,13 +140,13 @@ def gaussians() -> Spec:
     )
 
 
-def bars(measure: str = "measure") -> Spec:
+def bars(measure: str = "measure", split: str = "split") -> Spec:
     """One measure for every class, all heads side by side; whiskers are one standard deviation over seeds."""
     axis = {"labelExpr": "doc.classes[datum.value]"}
     place = {"y": {"field": "c", "type": "ordinal", "title": None, "axis": axis}, "yOffset": _HEADS}
     shown = f"sequence(first, min(first + {SHOWN}, length(doc.classes)))"
     steps = _steps(
-        f"{_CHOSEN} && datum.split === split",
+        f"{_CHOSEN} && datum.split === {split}",
         _calc(c=shown, value=f"slice(datum[{measure}], first, first + {SHOWN})"),
         {"flatten": ["c", "value"]},
         _calc(name="doc.classes[datum.c]"),
@@ -155,9 +155,9 @@ def bars(measure: str = "measure") -> Spec:
     return _figure("geometry", steps, *_bars("x", None, place, [_text("name", "class")]))
 
 
-def class_bars(measure: str, title: str) -> Spec:
+def class_bars(measure: str, title: str, cls: str = "cls") -> Spec:
     """A measure of the chosen class, averaged over seeds, for each head."""
-    steps = _steps("datum.split === split", _calc(value=f"datum[{measure}][cls]"), _over_seeds())
+    steps = _steps("datum.split === split", _calc(value=f"datum[{measure}][{cls}]"), _over_seeds())
     return _figure("geometry", steps, *_bars("y", title, {"x": _HEADS}))
 
 

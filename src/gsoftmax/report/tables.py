@@ -1,26 +1,22 @@
-"""The tables of a report and of the paper."""
+"""The tables of a report."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .. import measures, significance
-from ..analyze import analyze
-from ..recipes import recipes
-from ..runs import read_result
 from ..summary import PAIRED, differences, means, paired_cells, paired_table
 from ..tables import Cell, Shown, Table, p_value
 
 
 def of_document(doc: Mapping[str, Any]) -> list[Table]:
     """All tables of a report, those without rows left out."""
-    found = [means(doc), *differences(doc), over_images(doc), *over_classes(doc), correlations(doc), classes(doc)]
+    tests = [over_images(doc), *over_classes(doc), correlations(doc), normality(doc)]
+    found = [means(doc), *differences(doc), *tests, classes(doc)]
     return [table for table in found if table is not None and table.rows]
 
 
@@ -68,8 +64,8 @@ def correlations(doc: Mapping[str, Any]) -> Table | None:
     for measure, both in found["rows"].items():
         best, every = both["best_class"], both["all_classes"]
         rows.append(
-            (measure, doc["classes"][best["class"]], best["r"], _p(best["p"]), best["n"])
-            + (every["r"], _p(every["p"]), every["n"])
+            (measure, doc["classes"][best["class"]], best["r"], p_cell(best["p"]), best["n"])
+            + (every["r"], p_cell(every["p"]), every["n"])
         )
     note = (
         f"{found['settings']} runs of {', '.join(found['heads'])}. The paper correlates, over the settings, one class: "
@@ -78,6 +74,31 @@ def correlations(doc: Mapping[str, Any]) -> Table | None:
     )
     header = ("", "best class", "r", "p", "n", "r, all classes", "p, all", "n, all")
     return Table(f"Correlation of geometry with the classes' {what}", header, tuple(rows), note)
+
+
+def normality(doc: Mapping[str, Any]) -> Table:
+    """The paper's assumption: whether x of each class is Gaussian, and its range."""
+    own, other = ("with label", "without") if doc["multilabel"] else ("own", "impostor")
+    ranges = (f"{side} {end}" for side in (own, other) for end in ("min", "max"))
+    header = ("class", "head", "images", "skewness", "excess kurtosis", "p", "p, Holm", *ranges)
+    found, rows = doc.get("normality", []), []
+    for c, name in enumerate(doc["classes"]):
+        for row in found:
+            tests = (p_cell(row["p"][c]), p_cell(row["p_holm"][c]))
+            shape = (row["count"][c], row["skewness"][c], row["kurtosis"][c])
+            rows.append((name, row["head"], *shape, *tests, *row["own"][c], *row["other"][c]))
+    told = []
+    for row in found:
+        tested = [p for p in row["p_holm"] if p is not None]
+        told.append(f"{row['head']}, {sum(p < significance.ALPHA for p in tested)} of {len(tested)}")
+    which = (
+        "" if len(doc["seeds"]) == 1 else f" of seed {', '.join(str(s) for s in sorted({r['seed'] for r in found}))}"
+    )
+    note = (
+        f"Classes whose x is not Gaussian at {significance.ALPHA} after Holm's correction: {'; '.join(told)}. "
+        f"D'Agostino-Pearson test of x over the class's own images{which}; p, Holm: corrected for the classes."
+    )
+    return Table("Is x Gaussian?", header, tuple(rows), note)
 
 
 def classes(doc: Mapping[str, Any]) -> Table:
@@ -102,103 +123,9 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return float(np.mean(known)) if known else None
 
 
-def _p(p: float | None) -> Cell:
-    return None if p is None or math.isnan(p) else Shown(p_value(p), p)
+def p_cell(p: float | None) -> Cell:
+    """A p-value as a cell.
 
-
-# Tables 5 and 6 of the paper.  p of the paired t-test over the classes' average precisions, softmax against G-softmax
-# with the initial (mu, sigma) of the row; and (r, p) of the correlation of each measure with average precision.
-PUBLISHED_SIGNIFICANCE = {
-    "coco-gsoftmax(0,1)": 0.9060,
-    "coco-gsoftmax(0,0.5)": 0.0359,
-    "coco-gsoftmax(0,5)": 0.0548,
-    "coco-gsoftmax(-0.1,1)": 0.0764,
-    "coco-gsoftmax(0.1,1)": 0.3160,
-    "nuswide-gsoftmax(0,1)": 0.0049,
-    "nuswide-gsoftmax(0,2)": 0.0001,
-    "nuswide-gsoftmax(0,3)": 0.0098,
-    "nuswide-gsoftmax(-0.05,1)": 0.6773,
-    "nuswide-gsoftmax(0.05,1)": 0.0131,
-}
-PUBLISHED_CORRELATION = {
-    "coco": {"compactness": (0.9472, 0.0144), "separability": (0.9791, 0.0036), "ratio": (0.9636, 0.0083)},
-    "nuswide": {"compactness": (0.9635, 0.0083), "separability": (0.9045, 0.0349), "ratio": (0.9702, 0.0062)},
-}
-_TITLES = {
-    "table1": "Table 1: top-1 error (%) on CIFAR-10 and CIFAR-100",
-    "table2": "Table 2: top-1 error (%) on Tiny ImageNet",
-    "table3": "Table 3: MS COCO (%)",
-    "table4": "Table 4: NUS-WIDE (%)",
-}
-
-
-def paper_tables(runs: str | os.PathLike[str]) -> list[Table]:
-    """The paper's tables, the published numbers beside ours; – where there is no run.
-
-    runs: the folder of the run folders ROW that `gsoftmax reproduce` makes
-
-    >>> [table.title[:7] for table in paper_tables("nowhere")]
-    ['Table 1', 'Table 2', 'Table 3', 'Table 4', 'Table 5', 'Table 6']
+    p: a number, or nan or None where there is none
     """
-    root = Path(runs)
-    results = {name: read_result(root / name) for name, r in recipes().items() if r.published}
-    tables = []
-    for key, title in _TITLES.items():
-        rows_of = [r for r in recipes().values() if r.table == key and r.published]
-        metrics = list(dict.fromkeys(m for r in rows_of for m in r.published))
-        header = ["", *(f"{measures.find(m).label}{side}" for m in metrics for side in ("", ", ours"))]
-        if len(metrics) == 1:
-            header.append("difference")
-        rows = []
-        for recipe in rows_of:
-            row: list[Cell] = [recipe.name]
-            for m in metrics:
-                published, result = recipe.published.get(m), results[recipe.name]
-                ours = None if result is None or m not in result else 100 * result[m]
-                row += [
-                    None if published is None else Shown(f"{published:.2f}".removesuffix("0"), published),
-                    None if ours is None else Shown(f"{ours:.2f}", ours),
-                ]
-                if len(metrics) == 1:
-                    both = ours is not None and published is not None
-                    row.append(Shown(f"{ours - published:+.2f}", ours - published) if both else None)  # type: ignore
-            rows.append(tuple(row))
-        tables.append(Table(title, tuple(header), tuple(rows)))
-    done = {name for name, result in results.items() if result is not None}
-    return [*tables, _paper_significance(root, done), _paper_correlations(root, done)]
-
-
-def _paper_significance(root: Path, done: set[str]) -> Table:
-    ap: dict[str, np.ndarray] = {}
-
-    def of(name: str) -> np.ndarray:
-        if name not in ap:
-            ap[name] = analyze(root / name).score
-        return ap[name]
-
-    rows: list[tuple[Cell, ...]] = []
-    for name, published in PUBLISHED_SIGNIFICANCE.items():
-        base = f"{name.partition('-')[0]}-softmax"
-        test = significance.paired(of(base), of(name)) if {base, name} <= done else None
-        mine = (None, None, None) if test is None else (100 * test.difference, _p(test.p), test.n)
-        rows.append((name, f"{published:.4f}", *mine))
-    header = ("", "p, published", "difference of AP (points), ours", "p, ours", "classes")
-    return Table("Table 5: softmax against G-softmax, paired t-test over the classes' AP", header, tuple(rows))
-
-
-def _paper_correlations(root: Path, done: set[str]) -> Table:
-    rows: list[tuple[Cell, ...]] = []
-    for data, published in PUBLISHED_CORRELATION.items():
-        names = [name for name in PUBLISHED_SIGNIFICANCE if name.startswith(data) and name in done]
-        found = [analyze(root / name) for name in names]
-        for measure, (r, p) in published.items():
-            mine: tuple[Cell, ...] = (None,) * 6
-            if len(found) > 1:
-                values, ap = np.stack([f.measures[measure] for f in found]), np.stack([f.score for f in found])
-                best = significance.paper_correlations(values, ap)
-                every = significance.all_class_correlation(values, ap)
-                mine = (best.r, _p(best.p), best.n, every.r, _p(every.p), every.n)
-            rows.append((f"{data}: {measure}", f"{r:.4f}", f"{p:.4f}", *mine))
-    header = ("", "r, published", "p, published", "r", "p", "n", "r, all classes", "p, all", "n, all")
-    note = "Published: five settings (n = 5) of the one class with the best mean."
-    return Table("Table 6: correlation of geometry with AP over the G-softmax settings", header, tuple(rows), note)
+    return None if p is None or math.isnan(p) else Shown(p_value(p), p)
