@@ -423,3 +423,37 @@ def test_a_million_rows_in_a_minute_and_two_gigabytes(tmp_path):
     seconds, kilobytes = map(float, done.stdout.split())
     print(f"{seconds:.1f} s, {kilobytes / 2**20:.2f} GiB")
     assert seconds < 60 and kilobytes < 2 * 2**20
+
+
+# -- the paper's assumption -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [70, 1 << 22])
+@pytest.mark.parametrize("kind", ["single", "several"])
+def test_shape_and_ranges_of_x_do_not_depend_on_the_blocks(tmp_path, monkeypatch, kind, block):
+    monkeypatch.setattr(room, "_BLOCK", block)
+    x, y = single() if kind == "single" else several()
+    found = analyze(save(tmp_path / "o.npz", x=x, y=y)).distributions
+    x = x.astype(np.float64)
+    for c in range(x.shape[1]):
+        has = y == c if kind == "single" else y[:, c] == 1
+        own = x[has, c]
+        other = np.delete(x[has], c, axis=1) if kind == "single" else x[~has, c]
+        assert found.skewness[c] == pytest.approx(scipy.stats.skew(own), rel=1e-9)
+        assert found.kurtosis[c] == pytest.approx(scipy.stats.kurtosis(own), rel=1e-9)
+        assert found.p[c] == pytest.approx(scipy.stats.normaltest(own).pvalue, rel=1e-8)
+        np.testing.assert_array_equal(found.own[c], [own.min(), own.max()])
+        np.testing.assert_array_equal(found.other[c], [other.min(), other.max()])
+
+
+def test_learned_measures_of_several_labels_are_of_its_two_gaussians(tmp_path):
+    x, y = several(labels=3)
+    mu, sigma = np.array([[-1.0, 0.0, 1.0], [2.0, 3.0, 1.0]]), np.array([[1.0, 2.0, 3.0], [0.5, 1.0, 3.0]])
+    found = analyze(save(tmp_path / "o.npz", x=x, y=y, mu=mu, sigma=sigma)).learned_measures
+    v, w = sigma**2  # the symmetric KL divergence of absence and presence
+    expected = ((v / w + w / v) / 2 - 1 + (mu[0] - mu[1]) ** 2 / 2 * (1 / v + 1 / w)) / 2
+    np.testing.assert_allclose(found["compactness"], 1 / sigma[1])
+    np.testing.assert_allclose(found["separability"], expected)
+    np.testing.assert_allclose(found["ratio"], expected / sigma[1])
+    alone = analyze(save(tmp_path / "one.npz", x=x, y=y, mu=mu[1], sigma=sigma[1])).learned_measures
+    assert list(alone) == ["compactness"]

@@ -105,6 +105,10 @@ VALUES = {
     "pool": "mid 5 true []",
     "pretrained": "true x 5 null []",
     "weights": "nosuch.pt . 5 true []",
+    "zero_bias": "x 5 null",
+    "check": "x 5 null",
+    "drop_last": "x 5 null",
+    "gaussian_momentum": "-1 NaN x true []",
     "feature_scale": "-1 NaN Infinity x true null",
     "head": "nosuch gsoftmx 5 null [] : a: :b nosuch.module:Head os:nosuch os:sep gsoftmax.train:Config "
     "torch.nn:Linear .x:y",
@@ -243,7 +247,14 @@ COMMANDS = cases(
         evaluate_on=val | validation ; reduction=x | reduction ; device=nosuch | device ; --data | data ;
         --resume | resume""",
         "evaluate": """
-         | RUN ; nosuch ; file ; empty ; file file ; nosuch key=1""",
+         | RUN ; nosuch ; file ; empty ; file file ; nosuch key=1 ; nosuch --split val | split ;
+        nosuch --data digits | nosuch ; empty --ood digits | empty ; nosuch --data digits --split some | split""",
+        "predict": """
+         | RUN ; nosuch | IMAGE ; nosuch a.png | nosuch ; file a.png | file ; empty a.png | empty ;
+        empty a.png --top 0 | top ; empty a.png --format xml | format ; empty a.png --head os:sep | empty ;
+        nosuch a.png key=1""",
+        "export": """
+         | RUN ; nosuch | FILE ; nosuch a.onnx | nosuch ; file a.onnx | file ; empty a.onnx | empty""",
         "reproduce": """
          | table ; table9 ; fast""",
         "reproduce table1": """

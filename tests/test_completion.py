@@ -50,6 +50,8 @@ TYPED = {
     "train nuswide-gsoftmax\\(-\t": "<train><nuswide-gsoftmax(-0.05,1)>",
     "train nuswide-g\t-\t": "<train><nuswide-gsoftmax(-0.05,1)>",
     "reproduce tab\t1 --row wrn1100-cifar100-g\t": "<reproduce><table1><--row><wrn1100-cifar100-gsoftmax>",
+    "reproduce fig\t8": "<reproduce><figure8>",
+    "predict here/pho\t here/outp\t": "<predict><here/photos/><here/outputs.npz>",
     "report here/pho\t": "<report><here/photos/>",
     "report --tables md,te\t": "<report><--tables><md,tex>",
     "train digits --out=here/pho\t": "<train><digits><--out=here/photos/>",

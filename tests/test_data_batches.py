@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gsoftmax import data
-from gsoftmax.data import Augment, augment
+from gsoftmax.data import Augment, augment, images, smoke
 from gsoftmax.data.batches import num_batches
 
 
@@ -227,14 +227,68 @@ def test_lighting_moves_all_pixels_alike_along_the_principal_colours():
         augment.color(x[:, :1], None, None, alpha)
 
 
-def test_crop_and_resize_against_slicing():
-    x = torch.rand(2, 3, 16, 12)
-    whole = torch.tensor([[0.0, 0, 16, 12]]).repeat(2, 1)
-    torch.testing.assert_close(augment.crop_and_resize(x, whole, (16, 12)), x, atol=1e-5, rtol=0)
+SIZES = [((20, 30), (40, 44)), ((40, 44), (13, 17)), ((8, 8), (16, 16)), ((32, 48), (48, 32))]  # from, to
+
+
+@pytest.mark.parametrize(("source", "target"), SIZES)
+def test_resize_against_pillow_and_torchvision(source, target):
+    pytest.importorskip("torchvision")
+    from PIL import Image
+    from torchvision.transforms.v2 import functional as V
+
+    x = torch.randint(60, 196, (2, 3, *source), dtype=torch.uint8)  # nothing to clip: Pillow clips after each axis
+    for image, out in zip(x, images.resize(x, target), strict=True):
+        pixels = Image.fromarray(image.permute(1, 2, 0).numpy()).resize(target[::-1], Image.Resampling.BICUBIC)
+        assert (out.permute(1, 2, 0).int() - torch.from_numpy(np.array(pixels)).int()).abs().max() <= 1
+    theirs = V.resize(x.float(), list(target), interpolation=V.InterpolationMode.BICUBIC, antialias=True)
+    torch.testing.assert_close(images.resize(x.float(), target), theirs, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_resized_pixels_stay_in_range(dtype):
+    edge = torch.zeros(1, 1, 8, 8, dtype=dtype)
+    edge[..., 4:] = 255  # a cubic overshoots at an edge
+    out = images.resize(edge, (24, 24))
+    assert out.dtype == dtype and out.min() == 0 and out.max() == 255
+    assert (out[..., :10] < 128).all() and (out[..., 14:] > 128).all()  # 255 would wrap around to 0
+    inside = augment.crop_and_resize(edge.float(), torch.tensor([[0.0, 0, 8, 8]]), (24, 24))
+    torch.testing.assert_close(inside, out.float(), atol=0.51, rtol=0)
+    assert inside.min() == 0 and inside.max() == 255
+
+
+@pytest.mark.parametrize(("source", "target"), SIZES)
+def test_crop_and_resize_against_torchvision(source, target):
+    pytest.importorskip("torchvision")
+    from torchvision.transforms.v2 import functional as V
+
+    x = torch.rand(4, 3, *source) * 255
+    h, w = source
+    box = torch.tensor([[0.0, 0, h, w], [2, 3, h - 2, w - 3], [h - 5, 0, 5, 4], [h / 2 + 0.3, w / 3 + 0.4, h / 3, 2.6]])
+    found = augment.crop_and_resize(x, box, target)
+    for image, corner, out in zip(x, box.round().int().tolist(), found, strict=True):
+        part = V.crop(image, *corner)
+        theirs = V.resize(part, list(target), interpolation=V.InterpolationMode.BICUBIC, antialias=True)
+        torch.testing.assert_close(out, theirs.clamp(0, 255), atol=2e-3, rtol=0)
+
+
+def test_crops_of_whole_pixels():
+    box = torch.tensor([[0.0, 0, 0.2, 0.4], [7.6, 9.9, 0.4, 0.1], [1.5, 0.4, 6.5, 9.6], [2.4, 3.6, 5.6, 6.4]])
+    assert augment.whole_pixels(box, 8, 10).tolist() == [[0, 0, 1, 1], [7, 9, 1, 1], [2, 0, 6, 10], [2, 4, 6, 6]]
+    x = torch.rand(2, 3, 16, 12) * 255
     part = torch.tensor([[4.0, 2, 8, 6], [8, 6, 8, 6]])
     out = augment.crop_and_resize(x, part, (8, 6))
-    torch.testing.assert_close(out[0], x[0, :, 4:12, 2:8], atol=1e-5, rtol=0)
-    torch.testing.assert_close(out[1], x[1, :, 8:16, 6:12], atol=1e-5, rtol=0)
+    torch.testing.assert_close(out, torch.stack([x[0, :, 4:12, 2:8], x[1, :, 8:16, 6:12]]), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("changes", [Augment(area=0.08), Augment()])
+def test_files_and_images_in_memory_are_resized_alike(changes, tmp_path):
+    pytest.importorskip("torchvision")
+    smoke.write_files(tmp_path, smoke.folder_files("ab", {"train": 4, "test": 1}, (40, 48), "png"))
+    held = replace(data.load(f"folder:{tmp_path}"), input_shape=(3, 20, 20))
+    paths = tuple(sorted(map(str, tmp_path.glob("train/*/*"))))
+    files = replace(held, kind="files", train=data.Split(paths, held.train.y))
+    a, b = (next(data.train_batches(d, 8, seed=0, epoch=0, augment=changes, workers=0))[0] for d in (held, files))
+    assert (a - b).abs().max() < 1.01 / 255 / held.std.min()  # files are rounded to whole levels
 
 
 def test_boxes_stay_inside_and_keep_their_area():

@@ -30,8 +30,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from gsoftmax import cli, compare, config, data, heads, recipes
-from gsoftmax.report import figures
+from gsoftmax import cli, compare, config, data, heads, recipes, reproduce
+from gsoftmax.report import figures, paper
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -154,7 +154,7 @@ def check_command(words: list[str]) -> None:
 
 
 def check_names(args: argparse.Namespace, changes: list[str]) -> None:
-    if args.command in ("train", "compare"):
+    if args.command in ("train", "compare") and not (args.command == "compare" and recipes.family(args.what)):
         made = cli.find_config(args.what, changes, getattr(args, "smoke", False))
         family = data.parse(made.data)[0]
         assert family in {"folder", "npz", "arff", "mosaic"} | {info.name for info in data.describe()}, made.data
@@ -163,10 +163,11 @@ def check_names(args: argparse.Namespace, changes: list[str]) -> None:
             if ":" not in name:
                 heads.find(name)(4, 3, **options)
     if args.command == "reproduce":
-        rows = {name: recipe for name, recipe in recipes.recipes().items() if recipe.table == args.table}
-        assert any(recipe.published for recipe in rows.values()), f"unknown table {args.table}"
-        for recipe in [rows[args.row]] if args.row else rows.values():
-            recipe.config(cli.parse_changes(changes), smoke=args.smoke)
+        if args.table.startswith("figure"):
+            assert args.table in paper.FIGURES and (not args.row or recipes.family(args.row)), args
+            return
+        for row in reproduce.find_rows(args.table, args.row):
+            reproduce.Plan(cli.parse_changes(changes), args.smoke, args.shorten).config(row)
     if args.command in ("analyze", "report"):
         assert set(cli.split_words(args.tables)) <= {"md", "tex", "csv", "txt"}, args.tables
         assert set(cli.split_words(args.figures)) <= {"svg", "png", "pdf"}, args.figures

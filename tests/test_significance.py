@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from gsoftmax import significance
-from gsoftmax.significance import holm, paired, paper_correlations, pearson, required_n, t_cdf, t_quantile, t_two_sided
+from gsoftmax.significance import (
+    holm,
+    normality,
+    paired,
+    paper_correlations,
+    pearson,
+    required_n,
+    t_cdf,
+    t_quantile,
+    t_two_sided,
+)
 
 SETTINGS = settings(deadline=None, max_examples=50)
 DOFS = [0.5, 1, 2, 3, 4, 7, 10, 29, 79, 100, 999, 1e4, 1e6]
@@ -273,3 +283,41 @@ def test_the_papers_own_table_is_consistent_with_five_settings():
 def test_mistakes_are_named(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+# -- normality --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [20, 21, 35, 100, 5000])
+@pytest.mark.parametrize("law", ["normal", "exponential", "uniform", "standard_cauchy"])
+def test_normality_is_the_omnibus_test_of_scipy(n, law):
+    for seed, scale, shift in ((0, 1.0, 0.0), (1, 1e-3, -7.0), (2, 1e150, 0.0)):
+        x = scale * getattr(np.random.default_rng(seed), law)(size=n) + shift
+        found, expected = normality(x), stats.normaltest(x / scale)
+        assert found.n == n and found.k2 == pytest.approx(expected.statistic, rel=1e-6)
+        assert found.p == pytest.approx(expected.pvalue, rel=1e-5, abs=1e-300)
+        assert found.skewness == pytest.approx(stats.skew(x / scale), rel=1e-6, abs=1e-9)
+        assert found.kurtosis == pytest.approx(stats.kurtosis(x / scale), rel=1e-6, abs=1e-9)
+
+
+def test_normality_rejects_a_gaussian_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    rejected = np.mean([normality(rng.normal(size=50)).p < 0.05 for _ in range(4000)])
+    assert rejected == pytest.approx(
+        stats.normaltest(rng.normal(size=(50, 4000))).pvalue.__lt__(0.05).mean(), abs=0.015
+    )
+
+
+@pytest.mark.parametrize("x", [[], [1.0], [3.0] * 30, [1e-300] * 25])
+def test_normality_of_constants_is_unknown(x):
+    found = normality(x)
+    assert found.n == len(x) and all(math.isnan(v) for v in (found.skewness, found.kurtosis, found.k2, found.p))
+
+
+def test_normality_of_few_or_bad_values():
+    found = normality(np.arange(19.0))
+    assert math.isnan(found.p) and found.kurtosis == pytest.approx(stats.kurtosis(np.arange(19.0)))
+    with pytest.raises(ValueError, match="x must be finite, got nan"):
+        normality([1.0, math.nan])
+    with pytest.raises(ValueError, match=r"x must have one dimension, got \(2, 2\)"):
+        normality(np.ones((2, 2)))

@@ -60,16 +60,26 @@ COCO = DatasetInfo(
     size="82,081 train, 40,137 test (the labelled images of train2014 and val2014), 80 labels, photographs",
     source="https://cocodataset.org/#download (2014 Train images 13 GB, Val images 6 GB, annotations 241 MB)",
     layout="ROOT/coco/annotations/instances_train2014.json, annotations/instances_val2014.json,\n"
-    "ROOT/coco/train2014/*.jpg, ROOT/coco/val2014/*.jpg (or all of it in ROOT itself)",
+    "ROOT/coco/train2014/*.jpg, ROOT/coco/val2014/*.jpg (or in coco/images/, or all of it in ROOT itself)",
+)
+COCO2017 = DatasetInfo(
+    name="coco2017",
+    size="117,266 train, 4,952 test (the labelled images of train2017 and val2017), 80 labels, photographs",
+    source="https://cocodataset.org/#download (2017 Train images 18 GB, Val images 1 GB, annotations 241 MB)",
+    layout="ROOT/coco2017/annotations/instances_train2017.json, annotations/instances_val2017.json,\n"
+    "ROOT/coco2017/train2017/*.jpg, ROOT/coco2017/val2017/*.jpg (or in ROOT/coco, or in ROOT itself)",
 )
 NUSWIDE = DatasetInfo(
     name="nuswide",
-    size="161,789 train, 107,859 test in the paper (fewer after cleaning: 119,986 and 80,283), 81 labels, photographs",
-    source="images: https://lms.comp.nus.edu.sg/research/NUS-WIDE.htm; the four cleaned lists: "
+    size="161,789 train, 107,859 test (119,986 and 80,283 in the cleaned lists), 81 labels, photographs",
+    source="images and official lists: https://lms.comp.nus.edu.sg/research/NUS-WIDE.htm; the four cleaned lists: "
     "https://github.com/zhufengx/SRN_multilabel (train/test split files)",
-    layout="ROOT/nuswide/Concepts81.txt, ROOT/nuswide/images/...,\n"
-    "ROOT/nuswide/clean/nus_wide_{train,test}_imglist.txt: one line per image, its path and the number of its labels,\n"
-    "ROOT/nuswide/clean/nus_wide_{train,test}_label.txt: the same rows, 81 times 0 or 1",
+    layout="ROOT/nuswide/ConceptsList/Concepts81.txt (or nuswide/Concepts81.txt), nuswide/Flickr/... or images/...,\n"
+    "official: ROOT/nuswide/ImageList/{Train,Test}Imagelist.txt,\n"
+    "ROOT/nuswide/Groundtruth/TrainTestLabels/Labels_CONCEPT_{Train,Test}.txt: one line per image, 0 or 1;\n"
+    "cleaned: ROOT/nuswide/clean/nus_wide_{train,test}_imglist.txt: one line per image, path and number of labels,\n"
+    "ROOT/nuswide/clean/nus_wide_{train,test}_label.txt: the same rows, 81 times 0 or 1;\n"
+    "where both are there, the cleaned lists are read, and with nuswide?lists=official the official ones",
 )
 FOLDER = DatasetInfo(
     name="folder:PATH",
@@ -100,7 +110,7 @@ MOSAIC = DatasetInfo(
     "grid is rows x columns (2x2), train, val and test the numbers of mosaics, seed chooses the images",
 )
 
-DATASETS = [DIGITS, DIGITS_MOSAIC, CIFAR10, CIFAR100, TINY_IMAGENET, COCO, NUSWIDE, FOLDER, NPZ, ARFF, MOSAIC]
+DATASETS = [DIGITS, DIGITS_MOSAIC, CIFAR10, CIFAR100, TINY_IMAGENET, COCO, COCO2017, NUSWIDE, FOLDER, NPZ, ARFF, MOSAIC]
 
 BACKBONES = {
     "cnn": "small CNN for small images (digits 8x8, mosaics 16x16, colour up to 64x64)",

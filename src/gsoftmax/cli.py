@@ -195,10 +195,33 @@ def parser() -> argparse.ArgumentParser:
         argument("--resume", action="store_true", help="continue from the last checkpoint"),
         smoke,
     )
-    add(_evaluate, argument("run_folder", metavar="RUN"))
+    run_folder = argument("run_folder", metavar="RUN", help="folder of a finished run")
+    head = argument("--head", metavar="CODE", help="a head of your own, package.module:ClassName, in which RUN trained")
+    device = argument("--device", default="auto", help="auto, cpu, cuda, mps (default: auto)")
+    add(
+        _evaluate,
+        run_folder,
+        argument("--data", metavar="DATASET", help="evaluate the model on this dataset, by the names of its classes"),
+        argument("--split", choices=("train", "val", "test"), help="of --data (default: test)"),
+        argument("--out", help="folder for the outputs and metrics of --data"),
+        argument("--ood", metavar="DATASETS", help="comma-separated: tell their images from those that RUN evaluated"),
+        argument("--root", metavar="DIR", help="folder of the published datasets"),
+        head,
+        device,
+    )
+    add(
+        _predict,
+        run_folder,
+        argument("inputs", nargs="+", metavar="IMAGE", help="image files, folders of images, or tables"),
+        argument("--top", type=int, default=5, metavar="K", help="classes for each image (default: 5)"),
+        argument("--format", choices=("text", "csv", "json"), default="text", help="(default: text)"),
+        head,
+        device,
+    )
+    add(_export, run_folder, argument("path", metavar="FILE", help="model.onnx or model.pt2"), head)
     add(
         _reproduce,
-        argument("what", metavar="TABLE", help="table1 ... table4, or figure3 ... figure8 from finished runs"),
+        argument("table", help="table1 ... table4, or figure3 ... figure8 from finished runs"),
         changes,
         argument("--row", help="one row, or a family such as vgg-cifar10 (see gsoftmax recipes)"),
         argument("--seeds", type=int, default=1, metavar="N", help="seeds 0 ... N-1 (default: 1)"),
@@ -351,25 +374,63 @@ def _run_recipe(args: argparse.Namespace, what: str, out: Path, resume: bool) ->
 
 
 def _evaluate(args: argparse.Namespace) -> None:
-    """Recompute the metrics of a run from its saved outputs.
+    """Recompute the metrics of a run from its saved outputs, or evaluate its model on other data.
 
-    example:
+    examples:
       gsoftmax evaluate runs/lam2
+      gsoftmax evaluate runs/lam2 --data folder:photos --out runs/lam2-photos     # then: gsoftmax analyze
+      gsoftmax evaluate runs/lam2 --ood folder:textures                           # unknown images, detected by score
     """
+    models, options = gsoftmax.models, {"root": args.root}
+    if args.data is None and (given := [name for name in ("split", "out") if getattr(args, name) is not None]):
+        raise ValueError(f"--{given[0]} belongs to --data")
+    if args.data is None and not args.ood:
+        outputs = models.saved_outputs(args.run_folder)
+        result = gsoftmax.evaluation.score(*(outputs[k] for k in "xpy"))
+    else:
+        model, result = models.load(args.run_folder, head=args.head, device=args.device), {}
+        if args.data is not None:
+            result, _ = models.evaluate(model, args.data, split=args.split or "test", out=args.out, **options)
+        if args.ood:
+            result = {**result, **models.detect(model, args.run_folder, split_words(args.ood), **options)}
+    for key, value in result.items():
+        print(f"{key:{max(20, 2 + max(map(len, result)))}}{value:.6g}")
+
+
+def _predict(args: argparse.Namespace) -> None:
+    """Classify images, or the rows of a table, with the model of a finished run.
+
+    examples:
+      gsoftmax predict runs/photos cat.jpg more-photos
+      gsoftmax predict runs/photos more-photos --top 1 --format csv > classes.csv
+      gsoftmax predict runs/table rows.csv                 # for a table .csv, or .npz with an array x
+    """
+    models, ticker = gsoftmax.models, _ticker()
+    if args.top < 1:
+        raise ValueError(f"--top must be 1 or more, got {args.top}")
+    model, found = models.load(args.run_folder, head=args.head, device=args.device), []
     try:
-        from safetensors.torch import load_file
-    except ImportError:
-        hint = "pip install 'gsoftmax[train]'"
-        raise ValueError(f"runs are read with safetensors, which is not installed: {hint}") from None
-    run = Path(args.run_folder)
-    if gsoftmax.runs.read_result(run) is None:
-        raise ValueError(f"{run} is not a finished run: config.json, metrics.jsonl and outputs.safetensors are needed")
-    gsoftmax.outputs.open_outputs(run)  # rejects a damaged file
-    outputs = load_file(run / "outputs.safetensors")
-    if "p" not in outputs:
-        raise ValueError(f"{run / 'outputs.safetensors'} must contain x, p and y, got {', '.join(sorted(outputs))}")
-    for key, value in gsoftmax.evaluation.score(*(outputs[k] for k in "xpy")).items():
-        print(f"{key:20}{value:.6g}")
+        for one in models.predict(model, args.inputs):
+            found.append(one)
+            if ticker and len(found) % 64 == 0:
+                ticker(f"{len(found):,} predicted")
+    finally:
+        _clear()
+    print(models.predictions_text(model, found, args.top, args.format))
+    if failed := [one.error for one in found if one.error]:
+        raise ValueError(f"{len(failed)} of {len(found)} could not be read; the first: {failed[0]}")
+
+
+def _export(args: argparse.Namespace) -> None:
+    """Write the model of a finished run as one file, from pixels to probabilities, that runs without this package.
+
+    examples:
+      gsoftmax export runs/photos photos.onnx
+      gsoftmax export runs/photos photos.pt2               # for torch.export.load
+    """
+    model = gsoftmax.models.load(args.run_folder, head=args.head)
+    gsoftmax.models.export(model, args.path)
+    print(args.path)
 
 
 def _reproduce(args: argparse.Namespace) -> None:
@@ -383,13 +444,13 @@ def _reproduce(args: argparse.Namespace) -> None:
     """
     _check_counts(args, "seeds", "jobs")
     reproduce = gsoftmax.reproduce
-    if args.what.startswith("figure"):
+    if args.table.startswith("figure"):
         rows = None if args.row is None else [row.name for row in recipes.family(args.row)] or [args.row]
         folder = Path(args.out) / ("smoke" if args.smoke else "")
-        made = gsoftmax.report.paper.figure(args.what, folder, args.out, split_words(args.figures), rows)
+        made = gsoftmax.report.paper.figure(args.table, folder, args.out, split_words(args.figures), rows)
         print("\n\n".join(table.text() for table in made[0]), *made[1], sep="\n")
         return
-    rows = reproduce.find_rows(args.what, args.row)
+    rows = reproduce.find_rows(args.table, args.row)
     changes = parse_changes(args.changes)
     if args.jobs > 1:
         changes = {"threads": 1} | changes
@@ -404,7 +465,7 @@ def _reproduce(args: argparse.Namespace) -> None:
             _clear()
     if _is_rank0():
         found = [(row, reproduce.read_seeds(row, reproduce.folder(args.out, row.name, args.smoke))) for row in rows]
-        print(reproduce.table(f"{args.what}, published and ours (%)", found).text())
+        print(reproduce.table(f"{args.table}, published and ours (%)", found).text())
 
 
 def _analyze(args: argparse.Namespace) -> None:

@@ -128,10 +128,10 @@ def of_rows(
 ) -> dict[str, Config]:
     """The configurations of a family of the paper's rows, each with its own options.
 
-    rows: of one family, as in `gsoftmax.recipes.families`
+    rows: of one family, such as wrn-cifar10
     heads: names choose rows; a head with options is the family's row of that head with these options changed
     changes: keys of every configuration
-    shorten: factor by which the training is shorter, as in `gsoftmax.recipes.shortened`
+    shorten: factor by which the training is shorter, epochs and schedule alike
 
     >>> from gsoftmax.recipes import families
     >>> made = of_rows(families()["wrn-cifar10"], ["softmax", "gsoftmax", "gsoftmax(lam=2)"])

@@ -59,12 +59,14 @@ def completer(action: argparse.Action) -> Callable[..., Iterable[str]]:
         return _settings
     if action.dest in lists:
         return lambda prefix, **_: [prefix[: prefix.rfind(",") + 1] + word for word in lists[action.dest]]
-    if action.dest in ("outputs", "against"):
+    if action.dest in ("outputs", "against", "inputs", "path"):
         return _argcomplete().completers.FilesCompleter()
     if action.dest == "out" or action.metavar in ("DIR", "RUN"):
         return _argcomplete().completers.DirectoriesCompleter()
-    published = {recipe.name: recipe.table for recipe in _recipes().values() if recipe.published}
-    words = {"table": [*dict.fromkeys(published.values())], "row": [*published]}
+    published = [recipe for recipe in _recipes().values() if recipe.published]
+    tables_and_figures = [*dict.fromkeys(recipe.table for recipe in published), *(f"figure{k}" for k in range(3, 9))]
+    rows = [*(recipe.name for recipe in published), *dict.fromkeys(recipe.family for recipe in published)]
+    words = {"table": tables_and_figures, "row": rows}
     return lambda **_: words.get(action.dest, [])
 
 

@@ -47,7 +47,7 @@ from .export import fold, to_onnx, to_program
 from .files import atomic_file, atomic_write
 from .layout import split_outputs
 from .messages import first_line
-from .runs import save_tensors
+from .runs import read_result, save_tensors
 
 __all__ = [
     "Model",
@@ -60,6 +60,7 @@ __all__ = [
     "predict",
     "predictions_table",
     "predictions_text",
+    "saved_outputs",
 ]
 
 FORMAT = 1  # of the metadata; a reader refuses a higher number
@@ -655,6 +656,25 @@ def _write(folder: Path, result: Mapping[str, float], found: Mapping[str, Tensor
     atomic_write(folder / "metrics.json", json.dumps(dict(result), indent=2))
 
 
+def saved_outputs(run: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """x, p and y of the test split that a finished run evaluated, and what else it saved.
+
+    run: its folder
+    """
+    try:
+        from safetensors.torch import load_file
+    except ImportError:
+        raise ValueError(f"runs are read with safetensors, {_INSTALL}") from None
+    path = Path(run)
+    if read_result(path) is None:
+        raise ValueError(f"{path} is not a finished run: config.json, metrics.jsonl and outputs.safetensors are needed")
+    outputs.open_outputs(path)  # rejects a damaged file
+    found = load_file(path / "outputs.safetensors")
+    if "p" not in found:
+        raise ValueError(f"{path / 'outputs.safetensors'} must contain x, p and y, got {', '.join(sorted(found))}")
+    return found
+
+
 def detect(
     model: Model, run: str | os.PathLike[str], specs: Sequence[str], root: str | os.PathLike[str] | None = None
 ) -> dict[str, float]:
@@ -666,13 +686,7 @@ def detect(
     model, run: from `load`, and the folder it was loaded from
     specs, root: the other datasets, and the folder of the published ones
     """
-    path = Path(run)
-    outputs.open_outputs(path)  # rejects a damaged file
-    from safetensors.torch import load_file
-
-    found = load_file(path / "outputs.safetensors" if path.is_dir() else path)
-    if "p" not in found:
-        raise ValueError(f"{path} must contain x, p and y, got {', '.join(sorted(found))}")
+    found = saved_outputs(run)
     others = evaluation.load_others(model.config.override({"ood": " ".join(specs)}), model.about, root)
     state = {k.removeprefix("train_"): v for k, v in found.items() if k.startswith("train_")}
     stats = geometry.ClassStatistics(len(model.classes)).load_state_dict(state) if state else None

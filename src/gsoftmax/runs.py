@@ -178,7 +178,10 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], described: Mapping[s
         held[name] = tensor.clone() if place in seen else tensor
         seen.add(place)
     with atomic_file(path) as partial:
+        partial.touch()
+        mode = partial.stat().st_mode  # safetensors makes files that only their owner can read
         save_file(held, partial, dict(described or {}))
+        partial.chmod(mode)
 
 
 def folder_name(head: str) -> str:

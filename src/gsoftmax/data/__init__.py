@@ -30,7 +30,7 @@ from .core import IMAGENET, DataError, Dataset, Request, Split, Subset, check_ra
 from .folders import load_folder, load_tiny_imagenet
 from .images import resize
 from .mosaic import make_mosaic
-from .nuswide import load_nuswide
+from .nuswide import LISTS, load_nuswide
 from .seeded import mix, take
 from .smoke import SMOKE_NAMES, write_smoke
 from .tables import load_arff, load_npz
@@ -77,13 +77,15 @@ def load(
 ) -> Dataset:
     """The dataset that `spec` names, ready for training.
 
-    spec: digits, digits-mosaic, cifar10, cifar100, tiny-imagenet, coco, nuswide, folder:PATH, npz:PATH, arff:PATH or
-        mosaic(SPEC), with options at the end as in `arff:emotions.arff?labels=6&test=0.3`; `describe()` lists them
+    spec: digits, digits-mosaic, cifar10, cifar100, tiny-imagenet, coco, coco2017, nuswide, folder:PATH, npz:PATH,
+        arff:PATH or mosaic(SPEC), with options at the end as in `arff:emotions.arff?labels=6&test=0.3` and
+        `nuswide?lists=official`; `describe()` lists them
     root: folder of the published datasets (default: $GSOFTMAX_DATA, else ./data)
     val_fraction: fraction of the training set used as `val`, stratified by class
     split_seed: seed of the validation split and of `subset`; the same for every head
     image_size: side of the square images the network is given (default: their own; 224 for large image files)
-    check: whether published sizes and checksums are required; generated smoke data is always exempt
+    check: whether published sizes and checksums are required, and every image of COCO and NUS-WIDE; without it, images
+        that are missing or damaged are left out. Generated smoke data may have any size
     subset: train_fraction, imbalance and label_noise, as in `Subset`
 
     A missing or damaged dataset is a DataError, which is a ValueError.
@@ -179,6 +181,10 @@ def _fraction(text: str) -> float:
     return value
 
 
+def _lists(text: str) -> str:
+    return LISTS[LISTS.index(text)]
+
+
 def _grid(text: str) -> tuple[int, int]:
     rows, _, cols = text.partition("x")
     return int(rows), int(cols or rows)
@@ -197,7 +203,8 @@ _LOADERS: dict[str, tuple[Callable[[Request], Dataset], dict[str, Reader]]] = {
     "cifar100": (load_cifar, {}),
     "tiny-imagenet": (load_tiny_imagenet, {}),
     "coco": (load_coco, {}),
-    "nuswide": (load_nuswide, {}),
+    "coco2017": (load_coco, {}),
+    "nuswide": (load_nuswide, {"lists": (_lists, " or ".join(LISTS))}),
     "folder": (load_folder, _TEST),
     "npz": (load_npz, _TEST),
     "arff": (load_arff, {"labels": _WHOLE, **_TEST}),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .augment import Augment, boxes, color, crop_and_resize, cut_out, draw, shift_and_flip
+from .augment import Augment, boxes, color, crop_and_resize, cut_out, draw, shift_and_flip, whole_pixels
 from .core import DataError, Dataset
 from .images import ImageFiles, cores, read_files, read_image, resize
 from .seeded import mix
@@ -185,6 +185,6 @@ class _Photos(ImageFiles):
         image = read_image(self.paths[row])
         if self.drawn is not None:
             h, w = image.shape[-2:]
-            top, left, bh, bw = (round(v) for v in boxes(self.drawn[row : row + 1], self.area, h, w)[0].tolist())
-            image = V.crop(image, min(top, h - 1), min(left, w - 1), max(bh, 1), max(bw, 1))
+            box = whole_pixels(boxes(self.drawn[row : row + 1], self.area, h, w), h, w)
+            image = V.crop(image, *box[0].int().tolist())
         return V.resize(image, list(self.size), interpolation=V.InterpolationMode.BICUBIC, antialias=True)

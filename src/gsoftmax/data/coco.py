@@ -1,9 +1,10 @@
-"""`coco`: MS COCO 2014, image-level labels read from the instance annotations."""
+"""`coco` and `coco2017`: MS COCO in its two splits, image-level labels read from the instance annotations."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -11,59 +12,94 @@ from typing import Any, TextIO
 import numpy as np
 import torch
 
-from ..catalog import COCO
+from ..catalog import COCO, COCO2017
 from .augment import PRESETS
-from .core import DataError, Dataset, Request, Split, is_smoke, locate, plain_name, reading
+from .core import DataError, Dataset, Request, Split, Splits, data_root, is_smoke, locate, plain_name, reading
+from .images import usable
 
-_PUBLISHED = {"train2014": (82_783, 82_081), "val2014": (40_504, 40_137)}  # images, those with at least one label
+# spec -> description, year, and of train and test: images, those with at least one label
+_YEARS = {
+    "coco": (COCO, 2014, ((82_783, 82_081), (40_504, 40_137))),
+    "coco2017": (COCO2017, 2017, ((118_287, 117_266), (5_000, 4_952))),
+}
+_FOLDERS = {"coco": ("coco", "coco2014", "."), "coco2017": ("coco2017", "coco", ".")}
+_PREFIX = re.compile(r"COCO_(train|val)2014_")  # of file names; those of 2017 have none
 _CHUNK = 2**20
 _MAX_ITEM = 2**26  # characters of one annotation
 
 
 def load_coco(request: Request) -> Dataset:
-    """Images with at least one annotated object, labelled with the set of its categories in order of id."""
-    base = locate(COCO, request.root, ["coco", "coco2014", "."], ["annotations/instances_train2014.json"])
+    """Images with at least one annotated object, labelled with the set of its categories in order of id.
+
+    Images that cannot be used are an error, or with check=False left out.
+    """
+    _, year, counts = _YEARS[request.family]
+    base = _locate(request)
     smoke = is_smoke(base)
     published = request.check and not smoke
     names: dict[int, str] = {}
-    splits = []
-    for part, (all_images, labelled) in _PUBLISHED.items():
-        file = base / "annotations" / f"instances_{part}.json"
+    splits: Splits = {}
+    for part, folder, sizes in zip(("train", "test"), (f"train{year}", f"val{year}"), counts, strict=True):
+        file = base / "annotations" / f"instances_{folder}.json"
         images, pairs, categories = _read_instances(file)
         if names and categories != names:
             raise DataError(f"{file} has other categories than the training annotations")
         names = categories
-        split = _label(base / part, images, pairs, sorted(categories), file)
-        if published and (len(images), len(split)) != (all_images, labelled):
-            expected = f"expected {all_images:,} images, {labelled:,} with a label"
-            raise DataError(f"{file} is not the published file: {expected}, got {len(images):,} and {len(split):,}")
-        splits.append(split)
+        splits[part] = _label(_locate_images(base, folder, images), pairs, sorted(categories), file)
+        got = len(images), len(splits[part])
+        if published and got != sizes:
+            expected = f"expected {sizes[0]:,} images, {sizes[1]:,} with a label"
+            raise DataError(f"{file} is not the published file: {expected}, got {got[0]:,} and {got[1]:,}")
     if published and len(names) != 80:
         raise DataError(f"{base / 'annotations'} is not the published set: expected 80 categories, got {len(names)}")
     classes = tuple(names[i] for i in sorted(names))
-    train, test = splits
-    return Dataset("coco" + " (smoke)" * smoke, "files", classes, True, train, test, augment=PRESETS["photo"])
+    splits, notes = usable(splits, base, request.check)
+    name = request.family + " (smoke)" * smoke
+    augment = PRESETS["photo"]
+    return Dataset(name, "files", classes, True, **splits, augment=augment, notes=notes)
 
 
-def _label(folder: Path, images: dict[int, str], pairs: set[tuple[int, int]], ids: list[int], file: Path) -> Split:
+def _locate(request: Request) -> Path:
+    """The folder with the annotations; if only the other year's are there, the error names that spec."""
+    annotations = {spec: f"annotations/instances_train{year}.json" for spec, (_, year, _) in _YEARS.items()}
+    needed = annotations.pop(request.family)
+    (other, others), root = annotations.popitem(), data_root(request.root)
+    folders = _FOLDERS[request.family]
+    if not any((root / folder / needed).exists() for folder in folders):
+        for folder in _FOLDERS[other]:
+            if (root / folder / others).exists():
+                year = _YEARS[other][1]
+                hint = f"{root / folder} has the annotations of {year}, which the dataset {other} uses"
+                raise DataError(f"{request.family} not found under {root}: {needed} is not there; {hint}")
+    return locate(_YEARS[request.family][0], request.root, folders, [needed])
+
+
+def _locate_images(base: Path, folder: str, images: dict[int, str]) -> dict[int, str]:
+    """{image id: path}. The images of both years are the same ones in other folders, and in 2014 with a prefix."""
+    paths: dict[str, str] = {}
+    for name in (folder, *(f"{part}{year}" for part in ("train", "val") for _, year, _ in _YEARS.values())):
+        for where in (base / name, base / "images" / name):
+            if where.is_dir():
+                with reading(where):
+                    for file in os.listdir(where):
+                        paths.setdefault(_PREFIX.sub("", file), str(where / file))
+    return {i: paths.get(_PREFIX.sub("", file), str(base / folder / file)) for i, file in images.items()}
+
+
+def _label(paths: dict[int, str], pairs: set[tuple[int, int]], ids: list[int], file: Path) -> Split:
     """The labelled images in the order of their ids."""
     column = {category: c for c, category in enumerate(ids)}
     labelled = sorted({image for image, _ in pairs})
     row = {image: r for r, image in enumerate(labelled)}
     y = np.zeros((len(labelled), len(ids)), dtype=np.uint8)
     for image, category in pairs:
-        if image not in images or category not in column:
+        if image not in paths or category not in column:
             what = f"image {image}, category {category}"
             raise DataError(f"{file} is damaged: an annotation names {what}, and one is not listed")
         y[row[image], column[category]] = 1
-    with reading(folder):
-        present = set(os.listdir(folder))
-    missing = [images[i] for i in labelled if images[i] not in present]
-    if missing:
-        raise DataError(f"{folder} lacks {len(missing):,} of {len(labelled):,} images, {missing[0]} first")
     if not labelled:
         raise DataError(f"{file} labels no image")
-    return Split(tuple(str(folder / images[i]) for i in labelled), torch.from_numpy(y))
+    return Split(tuple(paths[i] for i in labelled), torch.from_numpy(y))
 
 
 def _read_instances(file: Path) -> tuple[dict[int, str], set[tuple[int, int]], dict[int, str]]:

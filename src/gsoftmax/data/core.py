@@ -198,7 +198,7 @@ class Request(NamedTuple):
     root: str | os.PathLike[str] | None  # folder of the published datasets
     image_size: int | None
     split_seed: int
-    check: bool  # whether published sizes and checksums are required
+    check: bool  # whether published sizes and checksums are required, and every image
 
 
 def set_aside(split: Split, request: Request) -> Splits:

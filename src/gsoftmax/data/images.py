@@ -1,4 +1,7 @@
-"""Reading image files: headers are checked before pixels are decoded, small files are read many at a time."""
+"""Reading image files: headers are checked before pixels are decoded, small files are read many at a time.
+
+`usable` finds missing and damaged files before training starts.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,11 @@ import multiprocessing
 import os
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,14 +23,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..messages import first_line
-from .core import DataError, reading
+from .core import DataError, Splits, reading
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".gif", ".tif", ".tiff")
 MAX_PIXELS = 2**26  # of one image: 67 megapixels
 MAX_FILE = 2**28  # bytes of one image file
 SMALL_SIDE = 64  # images up to this side are held in memory ...
 SMALL_BYTES = 4 * 2**30  # ... when all of them together stay below this
-_CHUNK = 256  # images decoded at a time
+_CHUNK = 256  # images decoded, or checked, at a time
+_THREADS = 16  # that check files
+_ENDS = (b"\xff\xd9", b"IEND\xaeB`\x82")  # the last bytes of a complete JPEG, PNG
 # Named one by one, because Pillow passes some other formats to external programs (Ghostscript for EPS)
 _FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "PPM", "GIF", "TIFF")
 
@@ -76,12 +84,13 @@ def _read(path: str) -> bytes:
 
 
 def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
-    """Images resized bilinearly, smoothed when they shrink; uint8 (B, C, H, W) stays uint8, float stays float."""
+    """Images resized bicubically as by Pillow; (B, C, H, W) on the scale 0 to 255, uint8 or float, as is the result."""
     if x.shape[-2:] == torch.Size(size):
         return x
-    shrinks = size[0] < x.shape[-2] or size[1] < x.shape[-1]
-    out = F.interpolate(x if x.is_floating_point() else x.float(), size, mode="bilinear", antialias=shrinks)
-    return out if x.is_floating_point() else out.round_().clamp_(0, 255).to(x.dtype)
+    # antialias also when the image grows: it is the only mode with Pillow's cubic, a = -1/2 instead of -3/4
+    out = F.interpolate(x if x.is_floating_point() else x.float(), size, mode="bicubic", antialias=True)
+    out = out.clamp_(0, 255)
+    return out if x.is_floating_point() else out.round_().to(x.dtype)
 
 
 class ImageFiles(torch.utils.data.Dataset):
@@ -97,7 +106,7 @@ class ImageFiles(torch.utils.data.Dataset):
             return row, str(error)
 
     def read(self, row: int) -> Tensor:
-        """One image, resized bilinearly."""
+        """One image, resized bicubically."""
         return resize(read_image(self.paths[row])[None], self.size)[0]
 
 
@@ -172,6 +181,62 @@ def read_small(paths: Sequence[str], side: int | None = None, workers: int | Non
             return read_small(paths, side, workers=0)
         raise
     return out
+
+
+def usable(splits: Splits, where: Path, check: bool) -> tuple[Splits, tuple[str, ...]]:
+    """The splits of image files without missing, empty and damaged ones, and a note for each part that had some.
+
+    where: folder of the dataset
+    check: whether such a file is an error
+    """
+    kept, notes, errors = {}, [], []
+    for part, split in splits.items():
+        found = find_defects(split.x)
+        rows = [i for i, defect in enumerate(found) if not defect]
+        kept[part] = split if len(rows) == len(split) else split.select(rows)
+        counts = Counter(filter(None, found))
+        if counts:
+            kinds = ", ".join(f"{count:,} {kind}" for kind, count in counts.items())
+            share = f"{counts.total():,} of {len(split):,} {part} images"
+            notes.append(f"{share} are left out ({kinds})")
+            first = os.path.relpath(split.x[found.index(next(filter(None, found)))], where)
+            errors.append(f"{share} cannot be used ({kinds}), first {first}")
+    empty = [part for part in kept if not len(kept[part])]
+    if errors and (check or empty):
+        hint = "" if empty else "; check=false leaves them out"
+        raise DataError(f"{where}: {' and '.join(errors)}: download them again{hint}")
+    return kept, tuple(notes)
+
+
+def find_defects(paths: Sequence[str]) -> list[str]:
+    """For each file "" or what is wrong: "missing", "empty", "unreadable", "damaged".
+
+    Only the last bytes are read; a file that does not end as a JPEG or PNG does is decoded.
+    """
+    chunks = [paths[k : k + _CHUNK] for k in range(0, len(paths), _CHUNK)]
+    with ThreadPoolExecutor(_THREADS) as pool:  # to wait for many files at a time
+        return [defect for found in pool.map(lambda chunk: list(map(_defect, chunk)), chunks) for defect in found]
+
+
+def _defect(path: str) -> str:
+    try:
+        with open(path, "rb", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 8))
+            if file.read(8).endswith(_ENDS):
+                return ""
+    except (FileNotFoundError, NotADirectoryError):
+        return "missing"
+    except OSError:
+        return "unreadable"
+    if not size:
+        return "empty"
+    _pillow()  # its absence is not the file's fault
+    try:
+        decode(_read(path), path)
+    except DataError:
+        return "damaged"
+    return ""
 
 
 def cores() -> int:

@@ -134,21 +134,22 @@ def _label_sets(count: int, labels: int, *seed: int) -> list[list[int]]:
     return [[] if i % 8 == 7 else found for i, found in enumerate(sets)]
 
 
-def _coco() -> Files:
+def _coco(year: int) -> Files:
     ids = [i for i in range(1, 91) if i not in (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)]  # 80 ids with COCO's gaps
     files: Files = {}
-    for part, count, start in (("train2014", 24, 1000), ("val2014", 12, 2000)):
+    for part, count, start in ((f"train{year}", 24, 1000), (f"val{year}", 12, 2000)):
         lists: dict[str, list[Any]] = {"images": [], "licenses": [], "annotations": []}
         for i, labels in enumerate(_label_sets(count, 80, start)):
             height, width = (72, 96) if i % 2 else (96, 72)
-            image_id, name = start + 7 * i, f"COCO_{part}_{start + 7 * i:012d}.jpg"
+            image_id = start + 7 * i
+            name = f"COCO_{part}_" * (year == 2014) + f"{image_id:012d}.jpg"
             lists["images"].append({"file_name": name, "height": height, "width": width, "id": image_id})
             files[f"{part}/{name}"] = image(labels or [0], 80, start, i, size=(height, width))
             for label in labels + labels[:1]:  # two objects of one category
                 outline = {"segmentation": [[1.5, 2.5, 30.25, 2.5, 30.25, 40.0]], "bbox": [1.5, 2.5, 28.75, 37.5]}
                 lists["annotations"].append({**outline, "image_id": image_id, "category_id": ids[label]})
         lists["categories"] = [{"supercategory": "pattern", "id": i, "name": f"pattern {i}"} for i in ids]
-        files[f"annotations/instances_{part}.json"] = json.dumps({"info": {"year": 2014}, **lists})
+        files[f"annotations/instances_{part}.json"] = json.dumps({"info": {"year": year}, **lists})
     return files
 
 
@@ -203,7 +204,8 @@ _LAYOUTS: dict[str, tuple[str, Callable[[], Files]]] = {
     "cifar10": ("cifar-10-batches-py", _cifar10),
     "cifar100": ("cifar-100-python", _cifar100),
     "tiny-imagenet": ("tiny-imagenet-200", _tiny_imagenet),
-    "coco": ("coco", _coco),
+    "coco": ("coco", lambda: _coco(2014)),
+    "coco2017": ("coco2017", lambda: _coco(2017)),
     "nuswide": ("nuswide", _nuswide),
     "folder": ("folder", lambda: folder_files(("blue", "green", "red"), {"train": 12, "test": 6})),
     "npz": ("npz", _npz),

@@ -149,7 +149,8 @@ def figure(
     seeds = sorted({len(row.runs) for part in parts for row in part.rows})
     told = [*([changed] if changed else []), *([_seeds_told(seeds)] if seeds[-1] > 1 else [])]
     if told:
-        spec["title"]["subtitle"] = [line for text in told for line in textwrap.wrap(text, 90)]
+        wrap: Any = {"width": 90, "break_on_hyphens": False, "max_lines": 4, "placeholder": " … (all in the tables)"}
+        spec["title"]["subtitle"] = [line for text in told for line in textwrap.wrap(text, **wrap)]
     made = tabulate(parts, wanted, title)
     shared = [*notes, *told, wanted.said, f"Published: {wanted.network}." if wanted.published else ""]
     tables = [_with_note(table, shared) for table in made]
@@ -363,7 +364,8 @@ def _beside(title: str, quantities: _Quantities, rows: Sequence[_Row], wanted: F
         if any(head in value for value in given.values()):
             header.append(f"{row.head}, published")
             for quantity, line in lines.items():
-                line.append(given.get(quantity, {}).get(head))
+                value = given.get(quantity, {}).get(head)
+                line.append(Shown(f"{value:g}", value) if isinstance(value, (int, float)) else value)
         header.append(f"{row.head}, ours")
         for quantity, cell in quantities.items():
             lines[quantity].append(cell(row))

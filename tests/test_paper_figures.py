@@ -1,0 +1,137 @@
+"""Figures 3 to 8 of the paper from finished runs: drawings and tables against NumPy and SciPy, and the labels."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import scipy.stats
+from safetensors.torch import load_file
+from test_report import fake_run, marks
+
+from gsoftmax import recipes
+from gsoftmax.report import figures, paper
+
+CIFAR10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+CIFAR100 = ["apple", "aquarium_fish", *(f"class {k}" for k in range(2, 12))]
+LABELS = ["person", "cow", "baseball bat"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Runs of every row that a figure needs, with the configurations of the recipes."""
+    out = tmp_path_factory.mktemp("reproduce")
+    for name in dict.fromkeys(row for figure in paper.FIGURES.values() for row in figure.rows):
+        config = recipes.find(name).config()
+        names = {"cifar10": CIFAR10, "cifar100": CIFAR100, "coco": LABELS}[config.data]
+        for seed in range(2):
+            run = out / name / f"seed-{seed}"
+            fake_run(run, config.head, seed, names=names, multilabel=config.data == "coco", n=300)
+            (run / "config.json").write_text(json.dumps(asdict(config.override({"seed": seed}))))
+    return out
+
+
+def drawn(monkeypatch, name, folder, tmp_path):
+    """The spec of a figure, and its tables."""
+    kept = []
+    monkeypatch.setattr(paper, "save", lambda spec, *rest: kept.append(spec))
+    made, _ = paper.figure(name, folder, tmp_path)
+    return kept[0], made
+
+
+def own_outputs(folder, row, c):
+    found = [load_file(folder / row / f"seed-{seed}" / "outputs.safetensors") for seed in range(2)]
+    return [o["x"].numpy()[o["y"].numpy() == c, c].astype(np.float64) for o in found]
+
+
+def cells(table):
+    return {(line[0], head): cell for line in table.rows for head, cell in zip(table.header[1:], line[1:], strict=True)}
+
+
+def test_figure_3_has_the_published_ranges_and_the_shape_of_x(folder, tmp_path):
+    made, paths = paper.figure("figure3", folder, tmp_path, ["svg", "png"])
+    assert [p.name for p in paths] == ["figure3.svg", "figure3.png"] and all(p.stat().st_size > 10_000 for p in paths)
+    assert [t.title.partition(": ")[2] for t in made] == [
+        "x against p on the test set: airplane, cifar10",
+        "x against p on the test set: aquarium_fish, cifar100",
+    ]
+    found = cells(made[0])
+    published = [found["x, max", f"{head}, published"].value for head in ("softmax", "lsoftmax", "gsoftmax")]
+    assert published == [11, 24, 9] and "Not the recipes" not in made[0].note
+    x = own_outputs(folder, "wrn-cifar10-gsoftmax", 0)
+    expected = {
+        "x, min": np.mean([v.min() for v in x]),
+        "x, max": np.mean([v.max() for v in x]),
+        "compactness": np.mean([1 / v.std() for v in x]),
+        "skewness": np.mean([scipy.stats.skew(v) for v in x]),
+        "excess kurtosis": np.mean([scipy.stats.kurtosis(v) for v in x]),
+        "p of normality": scipy.stats.normaltest(x[0]).pvalue,
+    }
+    for quantity, value in expected.items():
+        assert found[quantity, "gsoftmax, ours"].value == pytest.approx(value, rel=1e-6)
+
+
+def test_figures_4_and_8_have_the_published_geometry(folder, tmp_path):
+    cow, bat = map(cells, paper.figure("figure4", folder, tmp_path)[0])
+    assert [cow["separability", f"{h}, published"].text for h in ("softmax", "gsoftmax")] == ["1.8", "4.3"]
+    assert [bat["compactness", f"{h}, published"].text for h in ("softmax", "gsoftmax")] == ["2.1", "2.3"]
+    made = [load_file(folder / "coco-softmax" / f"seed-{seed}" / "outputs.safetensors") for seed in range(2)]
+    spread = [o["x"].numpy()[:, 1].astype(float)[o["y"].numpy()[:, 1] == 1, 1].std() for o in made]
+    assert cow["compactness", "softmax, ours"].value == pytest.approx(np.mean(1 / np.array(spread)), rel=1e-6)
+    (averages,) = map(cells, paper.figure("figure8", folder, tmp_path)[0])
+    for measure, published in (("compactness", ["2.6", "2.8"]), ("separability", ["4.2", "4.5"])):
+        assert [averages[measure, f"{h}, published"].text for h in ("softmax", "gsoftmax")] == published
+
+
+def test_figure_6_draws_every_class_of_both_sets(folder, tmp_path, monkeypatch):
+    spec, (counts, every) = drawn(monkeypatch, "figure6", folder, tmp_path)
+    bars = marks(spec, "rect")
+    assert [len(items) for items in bars] == [30] * 6  # three heads, ten classes, three measures of two sets
+    assert len(every.rows) == 20 and {line[1] for line in every.rows} == {"training set", "test set"}
+    heads = ("softmax", "lsoftmax", "gsoftmax")
+    spread = np.array(
+        [[np.mean([1 / v.std() for v in own_outputs(folder, f"wrn-cifar10-{h}", c)]) for c in range(10)] for h in heads]
+    )
+    line = next(line for line in counts.rows if line[0] == "compactness, test set")
+    expected = [(spread.argmax(0) == k).sum() for k in range(3)], [(spread.argmin(0) == k).sum() for k in range(3)]
+    assert line[1:] == (*np.stack(expected, 1).ravel(), 10)
+
+
+def test_figure_5_has_a_gaussian_of_each_head_and_figure_7_ten_classes(folder, tmp_path, monkeypatch):
+    spec, made = drawn(monkeypatch, "figure5", folder, tmp_path)
+    assert len(made) == 2 and len(spec["vconcat"]) == 2 and len(spec["vconcat"][0]["hconcat"]) == 4
+    figures.render(spec, "svg")
+    spec, (_, every) = drawn(monkeypatch, "figure7", folder, tmp_path)
+    assert [line[0] for line in every.rows[:10]] == CIFAR100[:10] and len(every.rows) == 20
+
+
+def test_changed_runs_are_labelled_in_figure_and_tables(folder, tmp_path, monkeypatch):
+    other = tmp_path / "other"
+    for row in paper.FIGURES["figure8"].rows:
+        (other / row).parent.mkdir(exist_ok=True)
+        (other / row).symlink_to(folder / row)
+    row = "coco-gsoftmax(0,1)"
+    (other / row).unlink()
+    config = recipes.find(row).config().override({"lr": 0.5})
+    fake_run(other / row / "seed-0", "gsoftmax", 0, names=LABELS, multilabel=True, n=300)
+    (other / row / "seed-0" / "config.json").write_text(json.dumps(asdict(config)))
+    spec, (table,) = drawn(monkeypatch, "figure8", other, tmp_path)
+    told = "Not the recipes: coco-gsoftmax(0,1): changed: lr=0.5."
+    assert told in table.note and told in " ".join(spec["title"]["subtitle"])
+
+
+def test_missing_runs_are_one_line_with_the_command(folder, tmp_path):
+    with pytest.raises(
+        ValueError, match=r"needs a finished run of coco-softmax .*: gsoftmax reproduce table3 --row coco"
+    ):
+        paper.figure("figure8", tmp_path, tmp_path)
+    partial = tmp_path / "partial"
+    partial.mkdir()
+    for head in ("softmax", "lsoftmax", "gsoftmax"):
+        (partial / f"wrn-cifar10-{head}").symlink_to(folder / f"wrn-cifar10-{head}")
+    (table,) = paper.figure("figure3", partial, tmp_path)[0]
+    assert "cifar100 is left out: there is no finished run of wrn-cifar100-softmax." in table.note
+    with pytest.raises(ValueError, match="unknown figure 'figure9'"):
+        paper.figure("figure9", tmp_path, tmp_path)
