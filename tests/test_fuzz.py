@@ -225,8 +225,24 @@ def test_lists_of_nuswide(place, first, second):
     (place / "nus_wide_train_label.txt").write_bytes(mutate(rows, second))
 
     def read() -> None:
-        found, y = nuswide._read_lists(place, "train", 3)
+        found, y = nuswide._read_clean(place, "train", ("sky", "sea", "cow"))
         assert len(found) == len(y) and not any(name.startswith("/") or ".." in name.split("/") for name in found)
+
+    documented(read)
+
+
+@fuzz(60)
+@given(st.sampled_from(["ImageList/TrainImagelist.txt", "Groundtruth/TrainTestLabels/Labels_sea_Train.txt"]), CHANGES)
+def test_official_lists_of_nuswide(place, name, changes):
+    texts = {"ImageList/TrainImagelist.txt": b"sky\\1.jpg\n..sea\\2.jpg\n" * 3}
+    texts |= {f"Groundtruth/TrainTestLabels/Labels_{concept}_Train.txt": b"1\n0\n" * 3 for concept in ("sky", "sea")}
+    for file, text in texts.items():
+        (place / file).parent.mkdir(parents=True, exist_ok=True)
+        (place / file).write_bytes(mutate(text, changes) if file == name else text)
+
+    def read() -> None:
+        found, y = nuswide._read_official(place, "train", ("sky", "sea"))
+        assert len(found) == len(y) and not any(part.startswith("/") or ".." in part.split("/") for part in found)
 
     documented(read)
 

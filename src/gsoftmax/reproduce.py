@@ -30,7 +30,7 @@ __all__ = ["Plan", "Seed", "best_epoch", "find_rows", "folder", "label", "read_s
 class Seed:
     """A finished run of a row."""
 
-    seed: int
+    seed: int  # of the initial weights, the order of the samples and the augmentation
     result: dict[str, Any]  # its final metrics
     best: dict[str, Any]  # the metrics of its best epoch, chosen on the test set; empty if only the last was tested
     label: str  # how it differs from the recipe; empty if it does not
