@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import onnxruntime
@@ -508,3 +509,48 @@ def test_the_device_of_a_model(trained):
     assert model.device.type in ("cpu", "cuda")
     with pytest.raises(ValueError, match="device 'meta' cannot be used"):
         gsoftmax.load("lsoftmax", device="meta")
+
+
+# -------------------------------------------------------------------------------------------------- on the command line
+
+
+def test_train_predict_evaluate_and_export_on_the_command_line(pictures, tmp_path):
+    """Each command in a process of its own; the checks compute the same from the arrays."""
+
+    def command(*words, status=0):
+        done = subprocess.run(
+            [sys.executable, "-m", "gsoftmax", *map(str, words)], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == status, done.stderr
+        return done.stdout, done.stderr
+
+    where, paths, x = pictures
+    command("train", "digits", "head=gsoftmax", "head_options.lam=0.5", "epochs=2", "threads=1", "--out", "run")
+    test = data.load("digits").test
+    np.savez(tmp_path / "other.npz", x_train=x, y_train=np.arange(10), x_test=test.x[50:250], y_test=test.y[50:250])
+
+    model = gsoftmax.load(tmp_path / "run")
+    p = model.predict_proba(model.prepare(test.x[50:250]))
+    out, _ = command("predict", "run", where, "--top", 1, "--format", "csv")
+    rows, best = list(csv.DictReader(io.StringIO(out))), model.predict_proba(model.prepare(x)).argmax(1)
+    assert [row["image"] for row in rows] == paths
+    assert [row["class 1"] for row in rows] == [model.classes[best[int(Path(path).stem)]] for path in paths]
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    out, error = command("predict", "run", paths[0], "broken.png", status=2)
+    assert (
+        paths[0] in out
+        and error.startswith("gsoftmax: 1 of 2 could not be read; the first: ")
+        and "broken.png" in error
+    )
+
+    out, _ = command("evaluate", "run", "--data", "npz:other.npz", "--out", "on-other")
+    shown = dict(line.split() for line in out.splitlines())
+    assert float(shown["error"]) == pytest.approx((p.argmax(1) != test.y[50:250]).float().mean().item(), rel=1e-5)
+    assert "separability" in command("analyze", "on-other")[0]
+
+    command("export", "run", "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    [found] = session.run(None, {"images": test.x[50:250].numpy() / np.float32(255)})
+    np.testing.assert_allclose(found, p.numpy(), atol=1e-5)
+    error = command("export", "run", "model.txt", status=2)[1]
+    assert error.startswith("gsoftmax: ") and ".onnx" in error and error.count("\n") == 1
