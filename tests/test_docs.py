@@ -330,5 +330,5 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert all(option in text["command-line"] for option in ("--first-seed", "--against", "--smoke", "--resume"))
     assert "<math" in text["mathematics"] and "GSoftmaxLoss" in text["examples"]
     assert all(f">{name}</span>" in text["config"] for name in ("val_fraction", "head_options", "train_geometry"))
-    assert all(name in text["reproduce"] for name in ("wrn-cifar100-gsoftmax", "tiny-imagenet", "17.41"))
+    assert all(name in text["reproduce"] for name in ("wrn-cifar100-gsoftmax", "tiny-imagenet", "3.36"))
     assert 'id="gsoftmax.functional.gsoftmax_cross_entropy"' in text["functional"]

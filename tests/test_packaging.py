@@ -399,6 +399,8 @@ LACKING = {
     "reproduce table1 --smoke": "train",
     "recipes": "train",
     "evaluate run": "train",
+    "predict run table.npz": "train",
+    "export run model.onnx": "train",
     "analyze outputs.npz": "report",
     "report run": "report",
     "completion bash": "completion",

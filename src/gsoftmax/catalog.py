@@ -72,8 +72,8 @@ COCO2017 = DatasetInfo(
 NUSWIDE = DatasetInfo(
     name="nuswide",
     size="161,789 train, 107,859 test (119,986 and 80,283 in the cleaned lists), 81 labels, photographs",
-    source="images: https://lms.comp.nus.edu.sg/research/NUS-WIDE.htm, with the official lists; the four cleaned lists: "
-    "https://github.com/zhufengx/SRN_multilabel (train/test split files)",
+    source="images: https://lms.comp.nus.edu.sg/research/NUS-WIDE.htm, with the official lists; "
+    "the four cleaned lists: https://github.com/zhufengx/SRN_multilabel (train/test split files)",
     layout="ROOT/nuswide/ConceptsList/Concepts81.txt (or nuswide/Concepts81.txt), nuswide/Flickr/... or images/...,\n"
     "official: ROOT/nuswide/ImageList/{Train,Test}Imagelist.txt,\n"
     "ROOT/nuswide/Groundtruth/TrainTestLabels/Labels_CONCEPT_{Train,Test}.txt: one line per image, 0 or 1;\n"
