@@ -319,16 +319,14 @@ def test_the_site_builds_without_a_warning(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run([*build, str(DOCS), str(site)], capture_output=True, text=True, env=environment)
     assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
-    names = {
-        page.relative_to(site).with_suffix("").as_posix().removeprefix("api/"): page for page in site.rglob("*.html")
-    }
+    names = {page.relative_to(site).with_suffix("").as_posix(): page for page in site.rglob("*.html")}
     text = {name: page.read_text("utf-8") for name, page in names.items()}
-    assert {Path(page).stem for page in FOUND if page.startswith("docs/")} | {"playground"} <= {*text}
+    assert {page[5:].removesuffix(".md") for page in FOUND if page.startswith("docs/")} | {"playground"} <= {*text}
     for page, html in text.items():  # nothing is loaded from other hosts; tests/test_browser.py checks the playground
         urls = re.findall(r"<(?:script|img|iframe|link|source)\b[^>]*?(?:src|href)=\"([^\"]+)\"", html)
         assert page == "playground" or (urls and not any(re.match(r"(https?:)?//", url) for url in urls)), page
     assert all(option in text["command-line"] for option in ("--first-seed", "--against", "--smoke", "--resume"))
     assert "<math" in text["mathematics"] and "GSoftmaxLoss" in text["examples"]
-    assert all(f">{name}</span>" in text["config"] for name in ("val_fraction", "head_options", "train_geometry"))
+    assert all(f">{name}</span>" in text["api/config"] for name in ("val_fraction", "head_options", "train_geometry"))
     assert all(name in text["reproduce"] for name in ("wrn-cifar100-gsoftmax", "tiny-imagenet", "3.36"))
-    assert 'id="gsoftmax.functional.gsoftmax_cross_entropy"' in text["functional"]
+    assert 'id="gsoftmax.functional.gsoftmax_cross_entropy"' in text["api/functional"]
