@@ -193,6 +193,12 @@ HEAD_OPTIONS = {
     "sigma=[1] gaussians=x gaussians=5 bias=x form=paired margin=2 in_features=3 num_classes=2 device=x dtype=x impl=x",
     "lsoftmax": "margin=0 margin=-1 margin=1.5 margin=x margin=99 anneal_steps=-1 anneal_steps=x lam=1 form=paired",
     "softmax": "lam=1 bias=5 nosuch=1 form=paired",
+    "adjusted": "tau=-1 tau=x tau=NaN tau=null form=paired margin=1",
+    "focal": "gamma=-1 gamma=x gamma=Infinity gamma=[2] bias=x form=msml",
+    "cosface": "scale=0 scale=-1 scale=x scale=NaN margin=-1 margin=x margin=null bias=true",
+    "arcface": "scale=0 scale=x margin=-1 margin=4 margin=x",
+    "lgm": "alpha=-1 alpha=x likelihood=-1 likelihood=x covariance=full covariance=5 bias=false",
+    "etf": "bias=true impl=x form=paired scale=2",
 }
 HEAD_CASES = [(head, option) for head, options in HEAD_OPTIONS.items() for option in options.split()]
 
@@ -225,6 +231,8 @@ COMMANDS = cases(
         mosaic(digits)?train=-1 | train ; mosaic(digits)?train=99999999999 | bytes ; mosaic(digits)?seed=x | seed ;
         mosaic(digits)?nosuch=1 | nosuch ; mosaic(npz:file) | file ; digits?nosuch=1 | nosuch ;
         digits-mosaic head=lsoftmax | multi-label ; digits-mosaic head_options.form=x | form ;
+        digits-mosaic head=cosface | multi-label ; digits head=bce | single-label ;
+        digits-mosaic head=asl head_options.clip=2 | clip ; digits-mosaic head=zlpr head_options.form=paired | form ;
         digits-mosaic reduction=x | reduction ; digits-mosaic label_smoothing=2 | label_smoothing""",
         "train digits": """
         digits | key=value ; --nosuch | nosuch ; --epochs 3 | epochs ; --out ; nonsense | key=value ; =3 | key ;

@@ -295,7 +295,7 @@ def test_models_that_choose_among_outputs(tmp_path):
     assert not head_of(model)._forward_pre_hooks and not head_of(model)._forward_hooks
 
     model = attach(model, "lsoftmax").train()
-    with pytest.raises(ValueError, match="L-softmax head in GPT2ForSequenceClassification cannot be trained here"):
+    with pytest.raises(ValueError, match="LSoftmaxHead in GPT2ForSequenceClassification cannot be trained here"):
         _trainer(model, tmp_path).compute_loss(model, dict(batch))
 
 

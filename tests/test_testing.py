@@ -16,7 +16,9 @@ from gsoftmax.testing import check_head
 
 @pytest.mark.parametrize("name", HEADS)
 def test_built_in_heads_keep_the_contract(name):
-    check_head(HEADS[name])
+    # asl is trained with a gradient that leaves out its focal factors, as its authors do
+    options = {"detach": False} if name == "asl" else {}
+    check_head(HEADS[name], multilabel=not HEADS[name].singlelabel, **options)
 
 
 @pytest.mark.parametrize("form", MULTILABEL_FORMS)

@@ -43,7 +43,8 @@ def attach(
     distributed training, and load an old checkpoint before attaching (or after, with `strict=False`).
 
     model: a plain module, not yet wrapped, scripted or compiled
-    head: "gsoftmax", "lsoftmax" or "softmax"
+    head: a name in `gsoftmax.heads.HEADS`; cosface, arcface, lgm and etf, whose x is another function of h and the
+        weights, get new weights
     num_classes: a number other than the classifier's creates new weights, initialized like `nn.Linear`, and updates the
         model's own count (`num_classes`, `num_labels`, `config.num_labels`)
     name: the module to replace, as in `model.named_modules()`; several names replace each.  Without it, it is
@@ -79,7 +80,8 @@ def attach(
         raise ValueError(f"model must be the plain module, got {_kind(model)}: attach first, then wrap or compile")
     # Validate the options before replacing anything.  The lengths of mu and sigma wait for the number of classes.
     unknown = () if num_classes else ("mu", "sigma")
-    HEADS[head](1, num_classes or 1, device="meta", **{k: v for k, v in head_options.items() if k not in unknown})
+    size = num_classes or 2
+    HEADS[head](size, size, device="meta", **{k: v for k, v in head_options.items() if k not in unknown})
 
     created = name is None and num_classes is not None and _create_classifier(model, num_classes)
     places = _find(model, name, num_classes)
@@ -375,9 +377,9 @@ def _make_head(
     if cls.has_bias:
         options = {"bias": old.bias is not None, **options}
     options = {**options, "dtype": old.weight.dtype}
-    width = cls(1, classes, **options, device="meta").out_features
+    width = cls(old.in_features, classes, **options, device="meta").out_features
     options["device"] = old.weight.device
-    if width != len(old.weight):
+    if width != len(old.weight) or not (cls.reuses_weight and getattr(old, "reuses_weight", True)):
         new = cls(old.in_features, classes, **options)
     else:
         # without drawing random numbers, so that the random state does not depend on the head

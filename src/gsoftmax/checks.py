@@ -7,8 +7,8 @@ outside of torch.compile.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +57,28 @@ def under_transform() -> bool:
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def check_number(name: str, value: float, high: float = math.inf, *, positive: bool = False) -> float:
+    """A finite number from 0, or above 0, to `high`."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 <= value <= high or value == math.inf or (positive and value == 0):
+        low = "above 0" if positive else "0 or more"
+        accepted = f"{low} and finite" if high == math.inf else f"{low} and at most {high:.4g}"
+        raise ValueError(f"{name} must be a number, {accepted}, got {value!r}")
+    return float(value)
+
+
+def as_options(loss: str, given: Mapping[str, Any], weight: str | None = "class_weight") -> Options:
+    """The options that a loss got by their keywords.
+
+    weight: what the loss calls `Options.weight`, None if it has no weights
+    """
+    accepted = (*([weight] if weight else []), "ignore_index", "reduction", "label_smoothing")
+    for name in given:
+        if name not in accepted:
+            raise ValueError(f"options of {loss} are {', '.join(accepted)}, got {name}")
+    return Options(**{"weight" if name == weight else name: value for name, value in given.items()})
 
 
 def check_outputs(x: Tensor, name: str = "x") -> None:
@@ -221,9 +243,13 @@ def check_margin(
             "h must be (batch, features) and weight (classes, features), "
             f"got {tuple(h.shape)} and {tuple(weight.shape)}"
         )
+    check_true_classes(h, target, weight.shape[0], ignore_index)
+
+
+def check_true_classes(h: Tensor, target: Tensor, classes: int, ignore_index: int) -> None:
     if target.is_floating_point() or target.shape != h.shape[:1]:
         raise ValueError(
             "target must hold one class index for each row of h, because the margin needs to know the true class; "
             f"got {tuple(target.shape)} of {target.dtype} for h of {tuple(h.shape)}"
         )
-    check_labels(target, weight.shape[0], ignore_index)
+    check_labels(target, classes, ignore_index)

@@ -133,6 +133,90 @@ def with_target_logit(x: Tensor, target: Tensor, target_logit: Tensor, ignore_in
     return x.scatter(1, row[:, None], target_logit[:, None].to(x.dtype))
 
 
+def target_logits(x: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    """The target's logit of every row, (batch,)."""
+    return x.gather(1, label_columns(target, ignore_index, x.shape[1])[:, None])[:, 0]
+
+
+def negative_log_likelihood(log_p: Tensor, target: Tensor, options: Options) -> Tensor:
+    """F.cross_entropy without its log-softmax, for log-probabilities (batch, classes) that a loss has changed."""
+    weight, ignore_index, _, label_smoothing = options
+    weighted = log_p if weight is None else log_p * weight.to(log_p.dtype)
+    classes = log_p.shape[1]
+    if target.is_floating_point():
+        q = target.to(log_p.dtype) * (1 - label_smoothing) + label_smoothing / classes
+        return reduce_rows(-xlogy(q, weighted).sum(1), target, options)
+    checks.check_labels(target, classes, ignore_index)
+    loss = F.nll_loss(weighted, target, ignore_index=ignore_index, reduction="none")
+    if label_smoothing:
+        even = torch.where(target == ignore_index, 0.0, -weighted.sum(1))
+        loss = (1 - label_smoothing) * loss + label_smoothing / classes * even
+    return reduce_rows(loss, target, options)
+
+
+def reduce_rows(loss: Tensor, target: Tensor, options: Options) -> Tensor:
+    """Weighted losses of rows, reduced as in F.cross_entropy: the mean divides by the weights of the rows' classes."""
+    if options.reduction != "mean":
+        return loss.sum() if options.reduction == "sum" else loss
+    if target.is_floating_point():
+        return loss.mean()
+    return loss.sum() / row_weights(loss, target, options).sum()
+
+
+def row_weights(loss: Tensor, target: Tensor, options: Options) -> Tensor:
+    """The weight of every row's class, 0 for ignored rows."""
+    known = (target != options.ignore_index).to(loss.dtype)
+    if options.weight is None:
+        return known
+    weight = options.weight.to(loss.dtype)
+    return known * weight[label_columns(target, options.ignore_index, len(weight))]
+
+
+def soft_labels(target: Tensor, dtype: torch.dtype, options: Options) -> tuple[Tensor, Tensor]:
+    """y between 0 and 1, smoothed, and whether each label is known, both of target's shape."""
+    ignore_index, label_smoothing = options.ignore_index, options.label_smoothing
+    known = target != ignore_index
+    y = torch.where(known, target, 0).to(dtype)
+    if checks.values_are_free(y) and not bool(((y >= 0) & (y <= 1)).all()):
+        raise ValueError(
+            f"target must hold 0, 1, probabilities between them or ignore_index={ignore_index}, "
+            f"got values from {y.min().item()} to {y.max().item()}"
+        )
+    return y * (1 - label_smoothing) + label_smoothing / 2, known
+
+
+def reduce_labels(loss: Tensor, known: Tensor, options: Options) -> Tensor:
+    """Losses (N, L) or (L,) of labels, the unknown ones left out."""
+    loss = torch.where(known, loss, 0.0)
+    if options.reduction == "none":
+        return loss
+    if options.reduction == "sum":
+        return loss.sum()
+    if options.reduction == "mean":
+        return loss.sum() / known.sum()
+    return loss.sum() / (loss.shape[0] if loss.ndim > 1 else 1)  # batchmean
+
+
+def focal_weight(q: Tensor, gamma: float) -> Tensor:
+    """q ** gamma with a finite gradient at q = 0, also for gamma < 1."""
+    return q.clamp_min(torch.finfo(q.dtype).tiny) ** gamma
+
+
+def unit(v: Tensor) -> Tensor:
+    """v (..., D) divided by its length.  A zero vector has no direction: it stays zero, and so does its gradient."""
+    length = v.norm(dim=-1, keepdim=True)
+    return v / torch.where(length > 0, length.clamp_min(1e-12), math.inf)
+
+
+def cosine_scale(classes: int, p: float = 0.999) -> float:
+    """The smallest s at which softmax(s cos) of a class's own direction can reach p (Wang et al. 2018, equation 6).
+
+    The directions of C classes have cosines of -1 / (C - 1) at best, so p = 1 / (1 + (C - 1) exp(-s C / (C - 1))).
+    """
+    others = max(classes, 2) - 1
+    return others / (others + 1) * math.log(others * p / (1 - p))
+
+
 def merge_moments(a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Count, mean and sum of squared deviations of two samples together (Chan, Golub and LeVeque 1983)."""
     n = a[0] + b[0]

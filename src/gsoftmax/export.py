@@ -24,9 +24,10 @@ def fold(module: nn.Module) -> nn.Module:
 
     A softmax or L-softmax head becomes an `nn.Linear`, a G-softmax head an `nn.Sequential` of an `nn.Linear` (which
     quantization and pruning tools recognize) and an fx module for z = x + lam / 2 erfc((mu - x) / (sigma sqrt 2)); at
-    lam = 0 only the linear layer remains.  A loss becomes the layer x -> z of its `logits`, to put after the model.
-    The copy can be compiled, exported and pickled, and loaded without this package
-    (`torch.load(..., weights_only=False)`).  mu and sigma are frozen into buffers.
+    lam = 0 only the linear layer remains.  A head on cosines or distances has an fx module before the linear layer.  A
+    loss becomes the layer x -> z of its `logits`, to put after the model.  The copy can be compiled, exported and
+    pickled, and loaded without this package (`torch.load(..., weights_only=False)`).  mu and sigma are frozen into
+    buffers.
 
     module: a model, head, layer or loss; it is not changed
 
@@ -100,6 +101,9 @@ def _plain(module: nn.Module) -> nn.Module | None:
     if not isinstance(module, SoftmaxHead):
         return None
     parts: dict[str, nn.Module] = {"linear": _linear(module)}
+    if type(module).linear_input is not SoftmaxHead.linear_input:
+        traced = fx.symbolic_trace(lambda h: module.linear_input(h))  # as source, which needs no class of this package
+        parts = {"input": traced, **parts}
     if isinstance(module, GSoftmaxHead) and module.lam:
         parts["gaussians"] = _term(module.gaussians, classes_last=True)
     if module.out_features != module.num_classes:
@@ -108,10 +112,12 @@ def _plain(module: nn.Module) -> nn.Module | None:
 
 
 def _linear(head: SoftmaxHead) -> nn.Linear:
-    linear = nn.utils.skip_init(nn.Linear, head.in_features, head.out_features, head.bias is not None)
-    linear.weight = nn.Parameter(head.weight.detach().clone())
-    if head.bias is not None:
-        linear.bias = nn.Parameter(head.bias.detach().clone())
+    weight, bias = (v if v is None else v.detach().clone() for v in head.linear_weights())
+    assert weight is not None
+    linear = nn.utils.skip_init(nn.Linear, weight.shape[1], weight.shape[0], bias is not None)
+    linear.weight = nn.Parameter(weight)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias)
     return linear
 
 

@@ -214,28 +214,14 @@ def multilabel_cross_entropy(
     checks.check_multilabel(x_pos, x_neg, target, form, pos_weight, options)
     present, absent = _multilabel_logits(x_pos, x_neg, form, gaussians, lam)
 
-    known = target != ignore_index
-    y = torch.where(known, target, 0).to(present.dtype)
-    if checks.values_are_free(y) and not bool(((y >= 0) & (y <= 1)).all()):
-        raise ValueError(
-            f"target must hold 0, 1, probabilities between them or ignore_index={ignore_index}, "
-            f"got values from {y.min().item()} to {y.max().item()}"
-        )
-    y = y * (1 - label_smoothing) + label_smoothing / 2
+    y, known = equations.soft_labels(target, present.dtype, options)
     log_p, log_q = F.logsigmoid(present), F.logsigmoid(absent)
     if pos_weight is not None:
         log_p = log_p * pos_weight.to(log_p.dtype)
     loss = -equations.xlogy(y, log_p) - equations.xlogy(1 - y, log_q)
     if weight is not None:
         loss = loss * weight.to(loss.dtype)
-    loss = torch.where(known, loss, 0.0)
-    if reduction == "mean":
-        loss = loss.sum() / known.sum()
-    elif reduction == "sum":
-        loss = loss.sum()
-    elif reduction == "batchmean":
-        loss = loss.sum() / (target.shape[0] if target.ndim > 1 else 1)
-    return equations.loss_dtype(loss, x_pos)
+    return equations.loss_dtype(equations.reduce_labels(loss, known, options), x_pos)
 
 
 def multilabel_probabilities(

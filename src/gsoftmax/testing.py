@@ -29,7 +29,8 @@ def check_head(
 
     head: the class, called as `head(in_features, num_classes, **options)`
     in_features, num_classes: width of h, number of classes or labels
-    multilabel: check it on multi-label targets, with `form="paired"` unless `options` has another form
+    multilabel: check it on multi-label targets, with `form="paired"` (or its `multilabel_form`) unless `options` has
+        another form
     options: passed to the class
 
     >>> from gsoftmax import GSoftmaxHead
@@ -46,7 +47,7 @@ def check_head(
         which = "all of them" if len(missing) == len(METHODS) else ", ".join(missing)
         raise AssertionError(f"{name} must have the methods features, loss and predict_proba, and lacks {which}")
     if multilabel:
-        options.setdefault("form", "paired")
+        options.setdefault("form", getattr(head, "multilabel_form", "paired"))
     case = _Case(head, in_features, num_classes, multilabel, options)
     # With wrong shapes the other checks would fail for the same reason.
     broken = _broken(_shapes, case) or [line for check in _CHECKS for line in _broken(check, case)]
@@ -88,7 +89,8 @@ def _shapes(case: _Case) -> Iterator[str]:
     if tuple(x.shape) not in accepted:
         yield f".features(h) must have the shape {' or '.join(map(str, accepted))}, got {tuple(x.shape)}"
         return
-    p, loss = head.predict_proba(case.h), head.loss(case.h, case.target)
+    # h with a gradient, because a head need not have parameters
+    p, loss = head.predict_proba(case.h), head.loss(case.h.clone().requires_grad_(), case.target)
     if tuple(p.shape) != (ROWS, classes):
         yield f".predict_proba(h) must have the shape {(ROWS, classes)}, got {tuple(p.shape)}"
     if loss.ndim:
@@ -176,7 +178,7 @@ def _reproducibility(case: _Case) -> Iterator[str]:
 def _autocast(case: _Case) -> Iterator[str]:
     head = case.head()
     with torch.autocast("cpu", torch.bfloat16):
-        loss = head.loss(case.h, case.target)
+        loss = head.loss(case.h.clone().requires_grad_(), case.target)
     loss.backward()
     if not bool(loss.isfinite()):
         yield f".loss(h, target) must be finite under bfloat16 autocast, got {loss.item()}"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import checks, functional
+from .. import checks, equations, functional
 from ..gaussians import param_groups
 from ..kernels import IMPLS
 from ..layout import split_outputs, two_outputs
@@ -38,8 +39,11 @@ class SoftmaxHead(nn.Module):
     """
 
     has_bias = True  # whether the linear layer can have one
-    multilabel = True  # whether `form` can be given
-    needs_target = False  # whether z depends on the target while training
+    singlelabel = True  # whether it takes single-label data
+    multilabel = True  # whether it takes multi-label data
+    multilabel_form = "paired"  # `form` for multi-label data by default
+    reuses_weight = True  # whether it can take over the weight of a trained classifier
+    needs_target = False  # whether training needs `loss`, because no criterion on z is the same
 
     def __init__(
         self,
@@ -57,6 +61,8 @@ class SoftmaxHead(nn.Module):
             if not self.multilabel:
                 raise ValueError(f"{type(self).__name__} has no multi-label form, got form={form!r}")
             checks.check_choice("form", form, checks.MULTILABEL_FORMS)
+        if not self.singlelabel and form != self.multilabel_form:
+            raise ValueError(f"form of {type(self).__name__} must be {self.multilabel_form!r}, got {form!r}")
         if not isinstance(bias, bool):
             raise ValueError(f"bias must be True or False, got {bias!r}")
         checks.check_choice("impl", impl, IMPLS)
@@ -96,14 +102,31 @@ class SoftmaxHead(nn.Module):
             if parameter is not None:
                 nn.init.uniform_(parameter, -bound, bound)
 
+    def linear_input(self, h: Tensor) -> Tensor:
+        """What the linear layer is applied to."""
+        return h
+
+    def linear_weights(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of the linear layer: x = linear(linear_input(h), *linear_weights())."""
+        return self.weight, self.bias
+
     def features(self, h: Tensor) -> Tensor:
         """x, the raw outputs: (..., C), or (N, 2, L) for a multi-label form of two outputs."""
-        x = F.linear(h, self.weight, self.bias)
+        x = F.linear(self.linear_input(h), *self.linear_weights())
         return x.view(-1, 2, self.num_classes) if two_outputs(self.form) else x
 
     def forward(self, h: Tensor, target: Tensor | None = None) -> Tensor:
         """z, the adjusted outputs.  Only a head with a margin uses `target`."""
         return self.features(h)
+
+    def _cross_entropy(self, h: Tensor, target: Tensor, options: Mapping[str, Any]) -> Tensor:
+        """Cross entropy of z, of a head whose z in training is not that linear layer."""
+        given = checks.as_options(type(self).__name__, options)
+        flat, rows, shape = checks.flatten_linear(h, self.weight, target, self.bias)
+        z = self(flat, rows, ignore_index=given.ignore_index)
+        checks.check_cross_entropy(z, rows, given)
+        loss = equations.softmax_cross_entropy(z, rows, given)
+        return equations.loss_dtype(loss.view(shape) if loss.ndim else loss, h)
 
     def loss(self, h: Tensor, target: Tensor, **options: Any) -> Tensor:
         """The training loss.
@@ -155,6 +178,6 @@ class SoftmaxHead(nn.Module):
 
     def extra_repr(self) -> str:
         text = f"{self.in_features}, {self.num_classes}"
-        if self.bias is None:
+        if self.has_bias and self.bias is None:
             text += ", bias=False"
         return text if self.form is None else f"{text}, form={self.form!r}"

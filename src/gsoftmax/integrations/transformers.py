@@ -71,10 +71,11 @@ class GSoftmaxTrainerMixin:
                 if past >= 0:
                     self._past = outputs[past]
                 return (loss, outputs) if return_outputs else loss
-        if model.training and any(isinstance(m, SoftmaxHead) and m.needs_target for m in model.modules()):
+        needing = [type(m).__name__ for m in model.modules() if isinstance(m, SoftmaxHead) and m.needs_target]
+        if model.training and needing:
             raise ValueError(
-                f"an L-softmax head in {type(model).__name__} cannot be trained here: its margin needs one target for "
-                "each h, and a Trainer without compute_loss_func, torch_compile and nn.DataParallel"
+                f"{needing[0]} in {type(model).__name__} cannot be trained here: its loss needs one target for each h, "
+                "and a Trainer without compute_loss_func, torch_compile and nn.DataParallel"
             )
         if num_items_in_batch is not None:
             options["num_items_in_batch"] = num_items_in_batch
