@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from gsoftmax import backbones, build, compare, heads, measures, ood, runs, train
 from gsoftmax.cli import main
 from gsoftmax.config import Config
-from gsoftmax.heads import HEADS
+from gsoftmax.heads import DEFAULT
 from gsoftmax.recipes import find, recipes
 from gsoftmax.significance import holm
 from gsoftmax.summary import differences, means, verdicts
@@ -127,13 +127,13 @@ def test_two_runs_are_identical_and_a_stopped_one_resumes_exactly(head, tmp_path
 
 def test_heads_with_one_seed_start_equal_and_see_the_same_batches():
     dataset = build.load_data(QUICK)
-    networks = {h: build.network(QUICK.override({"head": h}), dataset) for h in HEADS}
+    networks = {h: build.network(QUICK.override({"head": h}), dataset) for h in DEFAULT}
     reference = networks["softmax"].state_dict()
     for network in networks.values():
         for name, value in network.state_dict().items():
             if name in reference and name != "head.bias":
                 assert torch.equal(value, reference[name]), name
-    batches = [list(build.train_batches(dataset, QUICK.override({"head": h}), 2)) for h in HEADS]
+    batches = [list(build.train_batches(dataset, QUICK.override({"head": h}), 2)) for h in DEFAULT]
     for a, b, c in zip(*batches, strict=True):
         assert torch.equal(a[0], b[0]) and torch.equal(a[0], c[0]) and torch.equal(a[1], b[1])
     other = build.network(QUICK.override({"seed": 1}), dataset).state_dict()

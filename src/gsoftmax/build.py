@@ -1,8 +1,8 @@
 """From a configuration to data, network, optimizer and schedule.
 
 Everything random follows from the seed: the backbone's weights, the head's weights, and for every batch its examples,
-their augmentation and dropout, each from its own random stream.  So two heads with the same seed start from the same
-backbone and see the same batches, and a resumed run continues bit for bit.
+their augmentation, mixup and dropout, each from its own random stream.  So two heads with the same seed start from the
+same backbone and see the same batches, and a resumed run continues bit for bit.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import gc
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -25,11 +26,13 @@ from torch import Tensor, nn
 from . import backbones, distributed, heads, schedules, sharded
 from . import data as data_room
 from .config import Config
-from .data import Dataset
-from .data.seeded import mix
+from .data import Dataset, Subset
+from .data.seeded import mix, shuffled
 from .distributed import ALONE, World
 from .gaussians import param_groups
 from .messages import first_line, unknown
+
+WHOLE = Subset()
 
 # --------------------------------------------------------------------------------------------------- data and device
 
@@ -49,17 +52,47 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
+def cudnn_algorithms(deterministic: bool) -> AbstractContextManager[Any]:
+    """How cuDNN chooses its algorithms: by timing them, or by rule, so that results repeat exactly.
+
+    Every batch has the same shape, so one timing is enough; but its outcome depends on what else the GPU is doing, and
+    algorithms round differently.
+    """
+    held = torch.backends.cudnn
+    options: Any = {"enabled": held.enabled, "benchmark": not deterministic, "deterministic": deterministic}
+    return held.flags(**options, benchmark_limit=held.benchmark_limit, allow_tf32=held.allow_tf32)
+
+
 @functools.lru_cache(maxsize=4)
-def load_cached(spec: str, root: str | None, device: str, options: tuple[tuple[str, Any], ...] = ()) -> Dataset:
-    """A dataset on a device, cached across seeds."""
-    return data_room.load(spec, root, **dict(options)).to(device)
+def read_cached(spec: str, root: str | None, image_size: int | None = None, check: bool = True) -> data_room.Source:
+    """A dataset before anything is drawn from it, cached across draws: files are read once."""
+    return data_room.read(spec, root, image_size, check)
+
+
+@functools.lru_cache(maxsize=4)
+def load_cached(
+    spec: str,
+    root: str | None,
+    device: str,
+    image_size: int | None = None,
+    check: bool = True,
+    subset: Subset = WHOLE,
+    split_seed: int = 0,
+) -> Dataset:
+    """A dataset on a device, cached across runs."""
+    return read_cached(spec, root, image_size, check).draw(subset, split_seed).to(device)
 
 
 def load_data(config: Config, root: str | os.PathLike[str] | None = None) -> Dataset:
-    """The configured dataset on its device, cached across seeds; `root` as in `gsoftmax.data.load`."""
-    keys = ("val_fraction", "train_fraction", "imbalance", "label_noise", "image_size", "check")
-    options = tuple((key, getattr(config, key)) for key in keys)
-    return load_cached(config.data, None if root is None else os.fspath(root), str(pick_device(config.device)), options)
+    """The configured dataset on its device, drawn with the seed of the run; `root` as in `gsoftmax.data.load`.
+
+    It is cached: for all heads of a seed, and for all seeds if nothing is drawn.
+    """
+    device, place = str(pick_device(config.device)), None if root is None else os.fspath(root)
+    subset = Subset(config.train_fraction, config.imbalance, config.label_noise, config.val_fraction)
+    what = (config.image_size, config.check)
+    random = subset.is_random(read_cached(config.data, place, *what).data)
+    return load_cached(config.data, place, device, *what, subset, config.draw_seed if random else 0)
 
 
 def train_batches(
@@ -70,6 +103,29 @@ def train_batches(
     options["drop_last"] = config.drop_last
     options["augment"] = None if config.augment is None else data_room.Augment.parse(config.augment)
     return data_room.train_batches(dataset, config.batch_size, seed=config.seed, epoch=epoch, **options)
+
+
+class Mixed(NamedTuple):
+    """What a batch was mixed with."""
+
+    target: Tensor  # of the other example of each pair
+    weight: Tensor  # () of the own example; that of the other is 1 minus it
+
+
+def mixup(
+    config: Config, inputs: Tensor, target: Tensor, position: tuple[int, int], world: World = ALONE
+) -> tuple[Tensor, Mixed]:
+    """Pairs of examples, mixed (Zhang et al. 2018): w x_i + (1 - w) x_j with w from Beta(alpha, alpha).
+
+    Their loss is w loss(y_i) + (1 - w) loss(y_j), which needs no mixed targets: it suits every head.
+
+    position: epoch and number of the batch, which decide w, the same in all processes, and the pairs, which are made
+        within the share of a process
+    """
+    weight = np.random.default_rng(mix(config.seed, 4, *position)).beta(config.mixup, config.mixup)
+    other = torch.from_numpy(shuffled(len(target), mix(config.seed, 5, *position, world.rank))).to(target.device)
+    mixed = weight * inputs + (1 - weight) * inputs[other]
+    return mixed, Mixed(target[other], torch.tensor(weight, dtype=torch.float32, device=target.device))
 
 
 def total_steps(config: Config, dataset: Dataset) -> tuple[int, int]:
@@ -108,8 +164,17 @@ class Network(nn.Module):
         h = self.backbone(inputs)
         return h if self.feature_scale == 1 else h * self.feature_scale
 
-    def forward(self, inputs: Tensor, target: Tensor, **options: Any) -> Tensor:
-        return self.head.loss(self.h(inputs), target, **options)
+    def forward(self, inputs: Tensor, target: Tensor, mixed: Mixed | None = None, **options: Any) -> Tensor:
+        h = self.h(inputs)
+        if mixed is None:
+            return self.head.loss(h, target, **options)
+        # Both losses start from the same state of the head, and the head makes one step per batch: the second loss
+        # works on copies of the buffers, such as the counter of L-softmax and tracked Gaussians, which are dropped.
+        copies = {name: buffer.clone() for name, buffer in self.head.named_buffers()}
+        loss = self.head.loss(h, target, **options)
+        with _buffers(self.head, copies):
+            other = self.head.loss(h, mixed.target, **options)
+        return mixed.weight * loss + (1 - mixed.weight) * other
 
     @property
     def in_shards(self) -> bool:
@@ -119,6 +184,20 @@ class Network(nn.Module):
     def whole_head(self) -> Any:
         """An unsharded copy of the head."""
         return self.head.unsharded().eval() if self.in_shards else copy.deepcopy(self.head)
+
+
+@contextmanager
+def _buffers(module: nn.Module, replaced: Mapping[str, Tensor]) -> Iterator[None]:
+    """Replaces buffers; changing their values in place would spoil what an earlier loss keeps for its gradient."""
+    owners = {name: module.get_submodule(name.rpartition(".")[0]) for name in replaced}
+    before = dict(module.named_buffers())
+    try:
+        for name, buffer in replaced.items():
+            setattr(owners[name], name.rpartition(".")[2], buffer)
+        yield
+    finally:
+        for name, buffer in before.items():
+            setattr(owners[name], name.rpartition(".")[2], buffer)
 
 
 def backbone(config: Config, dataset: Dataset) -> Any:
@@ -137,11 +216,8 @@ def head(config: Config, dataset: Dataset, features: int, device: torch.device |
 
     features: numbers in each row of h
     """
-    cls, options = heads.find(config.head), dict(config.head_options)
-    if dataset.multilabel:
-        options.setdefault("form", "paired")
-    elif options.get("form") is not None:
-        raise ValueError(f"form={options['form']!r} is for multi-label data, and {dataset.name} is single-label")
+    cls = heads.find(config.head)
+    options = heads.options_for(cls, config.head_options, dataset.multilabel, dataset.name)
     shard = options.pop("shard", None)
     if shard is not None:
         cls = sharded.sharded_class(cls, shard)
@@ -322,6 +398,8 @@ def prepare(config: Config, dataset: Dataset, device: torch.device, world: World
         batches = data_room.eval_batches(dataset, "train", size, shard=world, workers=config.workers)
         with torch.no_grad(), autocast(config, device)():
             made.head.fit_gaussians(made.h(inputs).float() for inputs, _ in batches)
+    if hasattr(made.head, "fit_prior"):
+        made.head.fit_prior(torch.bincount(dataset.train.y, minlength=dataset.num_classes))
     if config.sync_batchnorm and several:
         made = nn.SyncBatchNorm.convert_sync_batchnorm(made)
     if fsdp or (several and made.in_shards):

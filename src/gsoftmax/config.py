@@ -27,7 +27,8 @@ RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("epochs", "workers", "evaluate_every", "checkpoint_every"), (0, math.inf)),
     **dict.fromkeys(("batch_size", "accumulate", "image_size"), (1, math.inf)),
     **dict.fromkeys(("lr", "weight_decay", "bias_lr", "feature_scale", "clip", "checkpoint_minutes"), (0, math.inf)),
-    "seed": (0, 2**63 - 1),
+    **dict.fromkeys(("seed", "split_seed"), (0, 2**63 - 1)),
+    "mixup": (0, 1e6),  # more would mix all pairs half and half
     "threads": (0, 1024),  # larger values crash outside Python
     **dict.fromkeys(("momentum", "gaussian_momentum", "ema", "warmup", "label_smoothing"), (0, 1)),
 }
@@ -55,8 +56,10 @@ class Config:
     train_fraction: float = 1.0  # fraction of the training split to keep
     imbalance: float = 1.0  # largest class over smallest in a long-tailed training split; 1 is off
     label_noise: float = 0.0  # fraction of training labels replaced by a wrong class
+    split_seed: int | None = None  # of the four keys above: which rows, labels and classes; None is the run's seed
     image_size: int | None = None  # side of the images in pixels; None is the dataset's own
     augment: str | None = None  # a preset or changes of it; None is the dataset's own
+    mixup: float = 0.0  # alpha of Beta(alpha, alpha), which mixes pairs of training examples; 0 is off
     evaluate_on: str = "test"  # or val, for choosing settings
     check: bool = True  # require published sizes and all images; false leaves out missing and truncated images
     # network
@@ -99,6 +102,9 @@ class Config:
     sync_batchnorm: bool = False  # with several GPUs: batch norms see the whole batch
     # the run
     seed: int = 0  # of weights, batches, augmentation and dropout
+    deterministic: bool = (
+        False  # GPU: the same result whatever else it is doing; cuDNN's algorithms by rule, not by time
+    )
     device: str = "auto"  # cpu, cuda, cuda:1, ...; auto is a GPU where there is one
     threads: int = 0  # of the CPU; 0 is torch's default
     workers: int | None = None  # processes that read image files
@@ -148,10 +154,26 @@ class Config:
         options = ", ".join(f"{k}={v}" for k, v in self.head_options.items())
         return f"{self.head}({options})" if options else self.head
 
+    @property
+    def draw_seed(self) -> int:
+        """The seed of subsets, imbalance, label noise and the validation split."""
+        return self.seed if self.split_seed is None else self.split_seed
+
+    @staticmethod
+    def from_file(found: Mapping[str, Any]) -> Config:
+        """The configuration of a file; files without `split_seed` are older than that key and drew with seed 0.
+
+        found: content of the file
+        """
+        return Config(**{"split_seed": 0, **found})
+
     def identity(self) -> dict[str, Any]:
         """The keys that decide the result: all except machine, parallelism, evaluation and checkpoint intervals."""
         where = ("device", "threads", "workers", "evaluate_every", "checkpoint_every", "checkpoint_minutes", "parallel")
         held = {k: v for k, v in dataclasses.asdict(self).items() if k not in where}
+        drawn = (self.val_fraction, self.train_fraction, self.imbalance, self.label_noise) != (0, 1, 1, 0)
+        if not drawn or self.split_seed == self.seed:
+            held["split_seed"] = None
         return json.loads(json.dumps(held))  # as config.json has it, where all keys are text
 
     def differences(self, other: Config) -> str:

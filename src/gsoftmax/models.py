@@ -276,7 +276,7 @@ def _description(metadata: Mapping[str, str] | None) -> tuple[Config, Dataset]:
             raise ValueError("it has no format number")
         if found["format"] > FORMAT:
             raise ValueError(f"format {found['format']} is of a newer gsoftmax, this one reads up to {FORMAT}")
-        config, data = Config(**found["config"]), found["data"]
+        config, data = Config.from_file(found["config"]), found["data"]
         kind, classes, multilabel = data["kind"], data["classes"], data["multilabel"]
         shape, mean, std = data["input_shape"], data["mean"], data["std"]
         _check_description(kind, classes, multilabel, shape)
@@ -356,9 +356,7 @@ def _head(config: Config, about: Dataset, cls: type[nn.Module], features: int) -
     """The whole head, also where it was trained in shards."""
     sharding = ("shard", "negatives", "seed") if "shard" in config.head_options else ()
     options = {k: v for k, v in config.head_options.items() if k not in sharding}
-    if about.multilabel:
-        options.setdefault("form", "paired")
-    return cls(features, about.num_classes, **options)
+    return cls(features, about.num_classes, **heads.options_for(cls, options, about.multilabel, "its data"))
 
 
 def _total(options: Mapping[str, Any]) -> float:
@@ -615,8 +613,7 @@ def evaluate(
     if spec == config.data:  # with its validation split
         dataset = build.load_data(config, root)
     else:
-        options = (("image_size", config.image_size),)
-        dataset = build.load_cached(spec, None if root is None else os.fspath(root), device, options)
+        dataset = build.load_cached(spec, None if root is None else os.fspath(root), device, config.image_size)
     places = torch.tensor(_places(model, dataset))
     found = evaluation.Evaluator(model.network, config).outputs(match_inputs(dataset, model.about), split)
     names = dataset.classes if model.multilabel else model.classes

@@ -15,6 +15,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import sys
 import warnings
 from collections.abc import Mapping
@@ -31,6 +32,7 @@ from .files import atomic_file, atomic_write, locked, sha256
 from .messages import first_line
 
 KEPT = 2  # checkpoints
+_METRICS_ONLY = "metrics-only.txt"  # marks a finished run whose model and outputs were removed
 
 
 class RunFolder:
@@ -199,7 +201,7 @@ def read_config(run: Path) -> Config | None:
     if not path.exists():
         return None
     try:
-        return Config(**json.loads(path.read_bytes()))
+        return Config.from_file(json.loads(path.read_bytes()))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
 
@@ -233,7 +235,19 @@ def read_rows(run: Path) -> list[dict[str, Any]]:
 def read_result(run: Path) -> dict[str, Any] | None:
     """The final metrics of a run; None where it is not finished."""
     rows = read_rows(run)
-    return rows[-1] if rows and rows[-1].get("final") and (run / "outputs.safetensors").exists() else None
+    whole = any((run / name).exists() for name in ("outputs.safetensors", _METRICS_ONLY))
+    return rows[-1] if rows and rows[-1].get("final") and whole else None
+
+
+def keep_metrics(run: Path) -> None:
+    """Removes all of a finished run but its configuration and metrics."""
+    if (run / _METRICS_ONLY).exists() or read_result(run) is None:
+        return
+    atomic_write(run / _METRICS_ONLY, "Model and outputs of this run were not kept.\n")
+    for name in ("model.safetensors", "outputs.safetensors"):
+        (run / name).unlink(missing_ok=True)
+    for name in ("tensorboard", "checkpoint"):
+        shutil.rmtree(run / name, ignore_errors=True)
 
 
 def environment() -> dict[str, Any]:

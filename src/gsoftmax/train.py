@@ -51,9 +51,9 @@ def train(
         raise ValueError("a run folder needs safetensors, which is not installed: pip install 'gsoftmax[train]'")
     if config.threads:
         torch.set_num_threads(config.threads)
-    torch.backends.cudnn.benchmark = True  # every batch has the same shape
     device = build.pick_device(config.device)
     with ExitStack() as stack:
+        stack.enter_context(build.cudnn_algorithms(config.deterministic))
         world = stack.enter_context(distributed.joined(device))
         if out is not None:
             resume = resume or distributed.restarted(read_environment(out))
@@ -118,7 +118,10 @@ class Run:
                 torch.manual_seed(mix(config.seed, 3, epoch, i, *([rank] if rank else [])))  # dropout
                 last = i % config.accumulate == 0 or i == self.batches  # of an optimizer step
                 rows = min(config.batch_size, len(self.dataset.train) - (i - 1) * config.batch_size)
-                loss = self.backward(inputs, target, last, rows)
+                mixed = None
+                if config.mixup:
+                    inputs, mixed = build.mixup(config, inputs, target, (epoch, i), self.world)
+                loss = self.backward((inputs, target, mixed), last, rows)
                 self.seen += rows
                 if self.progress is not None and self.device.type == "cpu":
                     self.show(i, loss.item())
@@ -130,17 +133,18 @@ class Run:
                     self.checkpoint(f"in epoch {epoch}, after batch {i} of {self.batches}")
             self.finish_epoch()
 
-    def backward(self, inputs: Tensor, target: Tensor, last: bool, rows: int) -> Tensor:
+    def backward(self, batch: tuple[Tensor, Tensor, build.Mixed | None], last: bool, rows: int) -> Tensor:
         """Loss and gradients of one batch; DDP averages the gradients after the `last` batch of a step.
 
+        batch: inputs, targets, and what the inputs were mixed with
         rows: of the batch over all processes
         """
         parts, size, weight = self.parts, self.world.size, 1.0
         if size > 1 and not parts.network.in_shards:  # a sharded head returns the loss of the whole batch everywhere
-            weight = size * (1.0 if self.config.reduction == "sum" else len(target) / rows)
+            weight = size * (1.0 if self.config.reduction == "sum" else len(batch[1]) / rows)
         with nullcontext() if last else parts.no_sync():
             with self.amp():
-                loss = parts.loss(inputs, target, **build.loss_options(self.config))
+                loss = parts.loss(*batch, **build.loss_options(self.config))
             factor = weight / self.config.accumulate
             parts.scaler.scale(loss * factor if factor != 1 else loss).backward()
         self.losses.append(loss.detach() * (weight / size) if size > 1 else loss.detach())

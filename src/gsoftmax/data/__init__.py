@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,12 +26,11 @@ from .batches import Delivery, eval_batches, num_batches, train_batches
 from .bundled import load_digits
 from .cifar import load_cifar
 from .coco import load_coco
-from .core import IMAGENET, DataError, Dataset, Request, Split, Subset, check_range, data_root, statistics
+from .core import IMAGENET, DataError, Dataset, Request, Split, Subset, data_root, statistics
 from .folders import load_folder, load_tiny_imagenet
 from .images import resize
 from .mosaic import make_mosaic
 from .nuswide import LISTS, load_nuswide
-from .seeded import mix, take
 from .smoke import SMOKE_NAMES, write_smoke
 from .tables import load_arff, load_npz
 
@@ -82,7 +81,7 @@ def load(
         `nuswide?lists=official`; `describe()` lists them
     root: folder of the published datasets (default: $GSOFTMAX_DATA, else ./data)
     val_fraction: fraction of the training set used as `val`, stratified by class
-    split_seed: seed of the validation split and of `subset`; the same for every head
+    split_seed: seed of the validation split and of `subset`; the test split does not depend on it
     image_size: side of the square images the network is given (default: their own; 224 for large image files)
     check: whether published sizes and checksums are required, and every image of COCO and NUS-WIDE; without it, images
         that are missing or damaged are left out. Generated smoke data may have any size
@@ -93,13 +92,40 @@ def load(
     >>> load("digits", train_fraction=0.1, label_noise=0.2).summary()
     'digits: 130 train, 500 test, 10 classes, 1x8x8 images'
     """
-    check_range("val_fraction", val_fraction, 0, 1, open_right=True)
-    wanted = Subset(**subset)
+    wanted = Subset(val_fraction=val_fraction, **subset)  # checked before anything is read
+    return read(spec, root, image_size, check).draw(wanted, split_seed)
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A dataset as it was read, of which `draw` makes the splits of a run."""
+
+    data: Dataset  # of a mosaic: the single images
+    image_size: int | None = None  # as in `load`
+    tiling: dict[str, Any] | None = None  # the options of a mosaic
+
+    def draw(self, subset: Subset, seed: int) -> Dataset:
+        """The dataset of a run.
+
+        subset, seed: what is drawn from the training rows, and the seed of the draw
+        """
+        data = subset.of(self.data, seed)
+        if self.tiling is not None:  # after the splits, so that no image is in the mosaics of two of them
+            counts = {k: v for k, v in self.tiling.items() if k not in ("grid", "seed")}
+            grid, own_seed = self.tiling.get("grid", (2, 2)), self.tiling.get("seed", 0)
+            data = make_mosaic(data, grid=grid, seed=own_seed, counts=counts)
+            data = _resized(data, self.image_size)
+        return _with_statistics(data)
+
+
+def read(spec: str, root: str | os.PathLike[str] | None, image_size: int | None = None, check: bool = True) -> Source:
+    """The dataset that `spec` names, before anything is drawn from it; arguments as in `load`."""
     if image_size is not None and not (type(image_size) is int and 1 <= image_size <= 4096):
         raise ValueError(f"image_size must be a whole number from 1 to 4096, got {image_size!r}")
     family, argument, given = parse(spec)
-    mosaic, source = family in _MOSAICS, spec
-    if mosaic:
+    source = spec
+    tiling: dict[str, Any] | None = None
+    if family in _MOSAICS:
         tiling = _options(spec, given, grid=(_grid, "ROWSxCOLUMNS"), seed=_WHOLE, train=_WHOLE, val=_WHOLE, test=_WHOLE)
         if family == "mosaic" and not argument.strip():
             raise DataError(f"{spec}: the parentheses must contain a dataset, as in mosaic(digits)")
@@ -112,17 +138,14 @@ def load(
     if family in _BY_PATH and not argument:
         raise DataError(f"{source}: a path must follow, as in {family}:PATH")
     loader, readers = _LOADERS[family]
-    tile_size = None if mosaic else image_size  # tiles keep their own size
+    tile_size = image_size if tiling is None else None  # tiles keep their own size
     options = _options(source, given, **readers)
-    data = loader(Request(family, argument, options, root, tile_size, split_seed, check))
+    data = loader(Request(family, argument, options, root, tile_size, check))
     for part, split in (("train", data.train), ("val", data.val), ("test", data.test)):
         if split is not None and not len(split):
             raise DataError(f"{source} has no rows in the {part} split")
     data = replace(data, source=next(info.source for info in DATASETS if info.name.split(":")[0] == family))
-    data = wanted.of(_with_validation(data, val_fraction, split_seed), split_seed)
-    if mosaic:  # after the splits, so that no image is in the mosaics of two of them
-        data = make_mosaic(data, grid=tiling.pop("grid", (2, 2)), seed=tiling.pop("seed", 0), counts=tiling)
-    return _finish(data, image_size)
+    return Source(data if tiling is not None else _resized(data, image_size), image_size, tiling)
 
 
 def match_inputs(other: Dataset, like: Dataset) -> Dataset:
@@ -231,22 +254,11 @@ def _unknown(spec: str, family: str) -> str:
     return f"{hint or unknown('dataset', spec, names)}; accepted are {', '.join(names)}"
 
 
-# the validation split, input shape and statistics
+# input shape and statistics
 
 
-def _with_validation(data: Dataset, fraction: float, seed: int) -> Dataset:
-    """`data` with a validation split from the training rows, unless it already has one."""
-    if fraction == 0 or data.val is not None:
-        return data
-    aside, rest = take(data.train.y, fraction, mix(seed, 10), keep=1)
-    if not len(aside) or not len(rest):
-        sizes = f"{len(rest)} training and {len(aside)} validation rows"
-        raise ValueError(f"val_fraction={fraction} would leave {sizes} of {data.name}")
-    return replace(data, val=data.train.select(aside), train=data.train.select(rest))
-
-
-def _finish(data: Dataset, image_size: int | None) -> Dataset:
-    """Input shape and statistics of the final training split."""
+def _resized(data: Dataset, image_size: int | None) -> Dataset:
+    """`data` with its input shape, and large images shrunk to it."""
     x = data.train.x
     if not isinstance(x, Tensor):  # too many pixels to go through; and pretrained networks expect these statistics
         side = image_size or 224
@@ -256,10 +268,15 @@ def _finish(data: Dataset, image_size: int | None) -> Dataset:
     shape = tuple(x.shape[1:]) if image_size is None else (x.shape[1], image_size, image_size)
     if image_size is not None and image_size < min(x.shape[-2:]):  # to grow, batch by batch, takes less memory
         data = data.map_splits(lambda _, split: _shrink(split, image_size))
-    if data.mean.numel() != x.shape[1]:
-        mean, std = statistics(_pixels(data.train))
-        data = replace(data, mean=mean, std=std)
     return replace(data, input_shape=shape)
+
+
+def _with_statistics(data: Dataset) -> Dataset:
+    """`data` with mean and standard deviation of its training split, unless it has published ones."""
+    if data.mean.numel() == data.input_shape[0]:
+        return data
+    mean, std = statistics(_pixels(data.train))
+    return replace(data, mean=mean, std=std)
 
 
 def _shrink(split: Split, side: int) -> Split:

@@ -146,22 +146,32 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Subset:
-    """Changes to the training split, for experiments with less or worse data."""
+    """Changes to the training split: less or worse data, and rows that become the validation split."""
 
     train_fraction: float = 1.0  # fraction of the training rows to keep, stratified by class
     imbalance: float = 1.0  # ratio of the largest to the smallest class, reached by dropping training rows
     label_noise: float = 0.0  # fraction of the training labels to replace by a wrong class
+    val_fraction: float = 0.0  # fraction of the training rows for `val`, stratified by class, if the data has none
 
     def __post_init__(self) -> None:
         check_range("train_fraction", self.train_fraction, 0, 1, open_left=True)
         check_range("imbalance", self.imbalance, 1, math.inf, open_right=True)
         check_range("label_noise", self.label_noise, 0, 1)
+        check_range("val_fraction", self.val_fraction, 0, 1, open_right=True)
+
+    def is_random(self, data: Dataset) -> bool:
+        """Whether the seed matters.
+
+        data: as in `of`
+        """
+        return self != Subset(val_fraction=self.val_fraction) or (self.val_fraction > 0 and data.val is None)
 
     def of(self, data: Dataset, seed: int) -> Dataset:
-        """`data` with these changes.
+        """`data` with these changes; the test split stays.
 
         data, seed: the dataset, and what decides the rows
         """
+        data = self._with_validation(data, seed)
         train, notes = data.train, list(data.notes)
         for name, unused in (("imbalance", 1), ("label_noise", 0)):
             if data.multilabel and getattr(self, name) != unused:
@@ -188,6 +198,17 @@ class Subset:
             train = Split(train.x, changed)
         return replace(data, train=train, notes=tuple(notes))
 
+    def _with_validation(self, data: Dataset, seed: int) -> Dataset:
+        """`data` with a validation split from the training rows, unless it already has one."""
+        fraction = self.val_fraction
+        if fraction == 0 or data.val is not None:
+            return data
+        aside, rest = take(data.train.y, fraction, mix(seed, 10), keep=1)
+        if not len(aside) or not len(rest):
+            sizes = f"{len(rest)} training and {len(aside)} validation rows"
+            raise ValueError(f"val_fraction={fraction} would leave {sizes} of {data.name}")
+        return replace(data, val=data.train.select(aside), train=data.train.select(rest))
+
 
 class Request(NamedTuple):
     """What a loader is asked for."""
@@ -197,13 +218,15 @@ class Request(NamedTuple):
     options: dict[str, Any]  # those at the end of the spec
     root: str | os.PathLike[str] | None  # folder of the published datasets
     image_size: int | None
-    split_seed: int
     check: bool  # whether published sizes and checksums are required, and every image
 
 
 def set_aside(split: Split, request: Request) -> Splits:
-    """The split in two: the option `test` is the fraction that becomes the test set, stratified by class."""
-    aside, rest = take(split.y, request.options["test"], request.split_seed, keep=1)
+    """The split in two: the option `test` is the fraction that becomes the test set, stratified by class.
+
+    It is the same test set for every seed, so that results of different seeds are about the same images.
+    """
+    aside, rest = take(split.y, request.options["test"], seed=0, keep=1)
     return {"train": split.select(rest), "test": split.select(aside)}
 
 

@@ -82,19 +82,20 @@ def take(y: Tensor, fraction: float, seed: int, keep: int = 0) -> tuple[np.ndarr
 
 
 def long_tail(y: Tensor, factor: float, seed: int) -> np.ndarray:
-    """Row positions of a long-tailed subset: class c of C keeps at most max_count · factor^(-c/(C-1)) rows.
+    """Row positions of a long-tailed subset: the class of rank r of C keeps at most max_count · factor^(-r/(C-1)) rows.
 
     factor: ratio of the largest to the smallest class (Cui et al. 2019); 1 changes nothing
+    seed: of the rows and of the ranks, so that any class can be the largest
 
     >>> y = torch.arange(3).repeat_interleave(100)
-    >>> torch.bincount(y[long_tail(y, 100.0, seed=0)]).tolist()
-    [100, 10, 1]
+    >>> [torch.bincount(y[long_tail(y, 100.0, seed=s)]).tolist() for s in (0, 1)]
+    [[100, 10, 1], [1, 100, 10]]
     """
     labels = y.cpu().numpy()
     classes, counts = np.unique(labels, return_counts=True)
     order = shuffled(len(labels), seed)
     kept = []
-    for rank, c in enumerate(classes):
+    for rank, c in enumerate(classes[shuffled(len(classes), mix(seed, 1))]):
         target = counts.max() * factor ** (-rank / max(len(classes) - 1, 1))
         rows = order[labels[order] == c]
         kept.append(rows[: max(1, round(target))])
