@@ -26,6 +26,7 @@ LONG_SIGNATURES = {
     "gsoftmax.functional.multilabel_cross_entropy": PUBLIC,
     "gsoftmax.functional.large_margin_cross_entropy": PUBLIC,
     "gsoftmax.gaussians.GaussianLogits.__init__": PUBLIC,
+    "gsoftmax.heads.asl.ASLHead.__init__": PUBLIC,
     "gsoftmax.heads.gsoftmax.GSoftmaxHead.__init__": PUBLIC,
     "gsoftmax.heads.lsoftmax.LSoftmaxHead.__init__": PUBLIC,
     "gsoftmax.losses.GSoftmaxLoss.__init__": PUBLIC,

@@ -183,6 +183,9 @@ def parser() -> argparse.ArgumentParser:
         argument("--first-seed", type=int, default=0, metavar="K", help="start at seed K"),
         argument("--jobs", type=int, metavar="J", help="number of parallel runs (default: one per core or GPU)"),
         shorten,
+        argument("--tune", type=int, metavar="N", help="tune every head over N trials on a validation split first"),
+        argument("--space", help="what --tune varies: 'lr=log(0.01,0.5) feature_scale=0.25|1' (default: both)"),
+        argument("--minutes", type=float, metavar="M", help="fewer trials, if --tune would take longer than this"),
         argument("--out", help="folder of the runs (default: runs/NAME); finished runs in it are kept"),
         data,
     )
@@ -310,33 +313,50 @@ def _folder(what: str, out: str | None) -> Path:
 def _compare(args: argparse.Namespace) -> None:
     """Train heads under identical conditions over several seeds, and report what changed.
 
-    example:
+    examples:
       gsoftmax compare digits --heads 'softmax,gsoftmax(lam=4,gaussians=tracked)' --seeds 10 --out runs/tracked
+      gsoftmax compare digits --tune 12 --heads 'softmax,gsoftmax(lam=0.5|1|4|16)'      # every head tuned alike
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("compare starts its own processes, as many as --jobs says; torchrun is for gsoftmax train")
-    _check_counts(args, "seeds", "jobs")
+    _check_counts(args, "seeds", "jobs", "tune")
+    for option in ("space", "minutes"):
+        if getattr(args, option) is not None and args.tune is None:
+            raise ValueError(f"--{option} belongs to --tune")
     heads = gsoftmax.compare.split_heads(args.heads) if args.heads else None
     # One thread per run: --jobs decides how many cores are busy, and results do not depend on it.
     changes = {"threads": 1} | parse_changes(args.changes)
-    if rows := recipes.family(args.what):
+    out = _folder(args.what, args.out)
+    seeds = range(args.first_seed, args.first_seed + args.seeds)
+    plan: Any
+    if args.tune is not None:
+        if recipes.family(args.what):
+            raise ValueError(f"--tune is for a recipe or a dataset, and {args.what} is a family of rows")
+        base = recipes.shortened(find_config(args.what, []), args.shorten).override(changes)
+        options = {"trials": args.tune, "minutes": args.minutes, "data_root": args.data}
+        options["space"] = gsoftmax.tune.parse_space(args.space) if args.space is not None else None
+        tuning = gsoftmax.tune.Tuning(base, heads, seeds, out, **options)
+        plan, names = tuning, list(tuning.defaults)
+        print(f"{tuning.comparison.dataset.summary()}; {', '.join(names)}; {args.tune} trials each -> {out}")
+    elif rows := recipes.family(args.what):
         configs = gsoftmax.compare.of_rows(rows, heads, changes, args.shorten)
     else:
         base = recipes.shortened(find_config(args.what, []), args.shorten).override(changes)
         configs = gsoftmax.compare.of_heads(base, heads, args.data)
-    out = _folder(args.what, args.out)
-    seeds = range(args.first_seed, args.first_seed + args.seeds)
-    plan = gsoftmax.compare.Comparison(configs, seeds, out, args.data)
-    print(f"{plan.dataset.summary()}; {', '.join(plan.heads)}; {args.seeds} seeds -> {out}")
+    if args.tune is None:
+        plan = gsoftmax.compare.Comparison(configs, seeds, out, args.data)
+        names = plan.heads
+        print(f"{plan.dataset.summary()}; {', '.join(names)}; {args.seeds} seeds -> {out}")
     found = plan.run(args.jobs, _ticker())
     _clear()
-    for table in (gsoftmax.summary.means(found), *gsoftmax.summary.differences(found)):
+    made = gsoftmax.summary
+    for table in (*made.tuning_tables(found), made.means(found), *made.differences(found)):
         print(f"\n{table.text()}")
     print()
     for sentence in gsoftmax.summary.verdicts(found):
         print(textwrap.fill(tables.plain(sentence), 100, subsequent_indent="  "))
     try:
-        print(f"\n{gsoftmax.report.write_page(found, out, f'{args.what}: {chr(44).join(plan.heads)}')}")
+        print(f"\n{gsoftmax.report.write_page(found, out, f'{args.what}: {chr(44).join(names)}')}")
     except ValueError as error:  # the runs and their numbers are there all the same
         print(f"\nno page was written: {error}")
 

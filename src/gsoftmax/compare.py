@@ -25,12 +25,12 @@ from . import build, measures
 from .config import Config, parse_head
 from .data import Dataset
 from .distributed import Stopped
-from .files import locked
-from .heads import HEADS
+from .files import atomic_write, locked
+from .heads import DEFAULT, HEADS
 from .recipes import Recipe, shortened
 from .runs import folder_name, read_config, read_result
 from .summary import summarise
-from .train import train
+from .train import Diverged, train
 
 __all__ = ["Comparison", "Task", "compare", "of_heads", "of_rows", "run_tasks", "split_heads"]
 
@@ -41,6 +41,7 @@ class Task(NamedTuple):
     config: Config  # with the run's head and seed
     out: Path  # its folder
     data_root: str | None  # where the datasets are
+    may_diverge: bool = False  # a run that diverges is finished, without a result
 
 
 class Comparison:
@@ -104,7 +105,7 @@ def of_heads(base: Config, heads: Sequence[str] | None = None, data_root: str | 
     """One configuration for every head.
 
     base: all other settings; its head options go to every head
-    heads: as on the command line; None for all built-in ones that suit the data
+    heads: as on the command line; None for those of the paper that suit the data
     data_root: where the datasets are
 
     >>> of_heads(Config(), ["softmax", "gsoftmax(lam=2)"])["gsoftmax(lam=2)"].head_options
@@ -112,7 +113,7 @@ def of_heads(base: Config, heads: Sequence[str] | None = None, data_root: str | 
     """
     if heads is None:
         several = build.load_data(base, data_root).multilabel
-        heads = [name for name, head in HEADS.items() if head.multilabel or not several]
+        heads = [name for name in DEFAULT if HEADS[name].multilabel or not several]
     found = {}
     for text in heads:
         name, options = parse_head(text)
@@ -183,8 +184,11 @@ def _validate(configs: Sequence[Config], dataset: Dataset) -> None:
             build.optimizer(config, build.Network(backbone, head))
 
 
+DIVERGED = "diverged.txt"  # in the folder of a run that may diverge, and did
+
+
 def _done(task: Task) -> bool:
-    if read_result(task.out) is None:
+    if read_result(task.out) is None and not (task.may_diverge and (task.out / DIVERGED).exists()):
         return False
     found = read_config(task.out)
     if found is None:
@@ -212,7 +216,7 @@ def run_tasks(tasks: Sequence[Task], jobs: int | None = None, progress: Callable
 
 
 def _name(task: Task) -> str:
-    return f"{task.config.head} seed {task.config.seed}"
+    return f"{task.config.head_text()} seed {task.config.seed}"
 
 
 def _run_all(tasks: Sequence[Task], jobs: int | None, progress: Callable[[str], None] | None = None) -> Iterator[Task]:
@@ -284,7 +288,12 @@ def _run_in_pool(task: Task, gpu: int | None) -> None:
 def _run(task: Task, gpu: int | None = None, progress: Callable[[str], None] | None = None) -> None:
     config = task.config if gpu is None else task.config.override({"device": f"cuda:{gpu}"})
     resume = (task.out / "config.json").exists()
-    train(config, task.out, data_root=task.data_root, resume=resume, progress=progress)
+    try:
+        train(config, task.out, data_root=task.data_root, resume=resume, progress=progress)
+    except Diverged as error:
+        if not task.may_diverge:
+            raise
+        atomic_write(task.out / DIVERGED, f"{error}\n")
 
 
 def _prefixed(progress: Callable[[str], None], name: str, line: str) -> None:

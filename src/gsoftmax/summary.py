@@ -20,17 +20,29 @@ from .files import atomic_write
 from .runs import folder_name, read_result
 from .tables import Cell, Shown, Table, p_value, plus_minus, signed
 
-__all__ = ["PAIRED", "correct", "differences", "means", "paired_cells", "summarise", "summary_of", "verdicts"]
+__all__ = [
+    "PAIRED",
+    "correct",
+    "differences",
+    "means",
+    "paired_cells",
+    "summarise",
+    "summary_of",
+    "tuning_tables",
+    "verdicts",
+]
 
 PAIRED = ("difference", "95 % from", "to", "t", "p", "p, Holm", "n")
 
 
-def summarise(out: str | os.PathLike[str], heads: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
-    """The summary of a comparison's folder, which is also written there."""
+def summarise(
+    out: str | os.PathLike[str], heads: Sequence[str], seeds: Sequence[int], more: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The summary of a comparison's folder, which is also written there with the entries of `more`."""
     results: dict[str, list[Any]] = {
         h: [read_result(Path(out) / folder_name(h) / f"seed-{s}") for s in seeds] for h in heads
     }
-    summary = summary_of(results, seeds)
+    summary = summary_of(results, seeds) | dict(more or {})
     atomic_write(Path(out) / "summary.json", json.dumps(summary, indent=2))
     return summary
 
@@ -105,6 +117,80 @@ def paired_cells(test: Mapping[str, Any], scale: float = 1.0) -> tuple[Cell, ...
 
     t = None if test["t"] is None else Shown(f"{test['t']:.2f}", test["t"])
     return number("difference"), number("low"), number("high"), t, p("p"), p("p_holm"), test["n"]
+
+
+def tuning_tables(summary: Mapping[str, Any]) -> list[Table]:
+    """What each head chose, what tuning was worth to it, and how sensitive it is; empty without tuning."""
+    told = summary.get("tuning")
+    return [table for table in (_chosen(told), _worth(summary, told), _sensitivity(told)) if table] if told else []
+
+
+def _chosen(told: Mapping[str, Any]) -> Table:
+    """The chosen settings, with their validation results."""
+    keys = list(dict.fromkeys([*told["space"], *(k for head in told["heads"].values() for k in head["own"])]))
+    rows = []
+    for name, head in told["heads"].items():
+        values = _mean_of(next(t for t in head["trials"] if t["settings"] == head["chosen"]))
+        settings = [
+            head["chosen"].get(k, head["default"].get(k, "default" if k in head["own"] else None)) for k in keys
+        ]
+        failed = sum(None in trial["values"] for trial in head["trials"])
+        rows.append((name, *(None if v is None else _value(v) for v in settings), values, failed))
+    title = measures.find(told["measure"]).title
+    header = ("", *(k.removeprefix("head_options.") for k in keys), f"validation {title}", "diverged")
+    space = ", ".join(f"{k}={v}" for k, v in told["space"].items())
+    note = f"{told['trials']} trials of every head in {space}, judged on {told['validation']}."
+    if told["trials"] < told["asked"]:
+        note += f" {told['asked']} were asked for; the budget of time allowed {told['trials']}."
+    return Table("Chosen settings", header, tuple(rows), note)
+
+
+def _worth(summary: Mapping[str, Any], told: Mapping[str, Any]) -> Table | None:
+    """Tuned minus default on the test set, paired by seed."""
+    rows = []
+    for name, head in told["heads"].items():
+        tuned, untuned = (np.array(v) for v in (summary["metrics"][told["measure"]][name]["values"], head["untuned"]))
+        if len(tuned) < 2 or len(untuned) < len(tuned):
+            return None
+        test = asdict(significance.paired(untuned, tuned))
+        rows.append(
+            (
+                name,
+                *(plus_minus(float(v.mean()), float(v.std(ddof=1))) for v in (untuned, tuned)),
+                *paired_cells(test)[:3],
+            )
+        )
+    title = f"What tuning was worth: {measures.find(told['measure']).title} on the test set"
+    return Table(title, ("", "default", "tuned", *PAIRED[:3]), tuple(rows))
+
+
+def _sensitivity(told: Mapping[str, Any]) -> Table | None:
+    """The values of each swept key that cost less than one point of the measure."""
+    measure, rows = measures.find(told["measure"]), []
+    for key in told["space"]:
+        for name, head in told["heads"].items():
+            curve = [(p["value"], np.mean(p["values"])) for p in head["sweeps"].get(key, []) if None not in p["values"]]
+            if not curve:
+                continue
+            sign = 1 if measure.smaller_is_better else -1
+            best = min(sign * score for _, score in curve)
+            good = [value for value, score in curve if sign * score <= best + 1]
+            worst = max(sign * score for _, score in curve) - best
+            rows.append((key, name, _value(good[0]), _value(good[-1]), len(good), len(head["sweeps"][key]), worst))
+    header = ("key", "head", "from", "to", "values", "of", f"largest loss, {measure.label} points")
+    note = "From and to: the values tried that stay within one point of the best, all else at the chosen setting."
+    return Table("Sensitivity", header, tuple(rows), note) if rows else None
+
+
+def _value(value: Any) -> Cell:
+    return Shown(f"{value:g}" if isinstance(value, (int, float)) else str(value), value)
+
+
+def _mean_of(trial: Mapping[str, Any]) -> Cell:
+    values = [v for v in trial["values"] if v is not None]
+    if not values:
+        return None
+    return plus_minus(float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None)
 
 
 def verdicts(summary: Mapping[str, Any]) -> list[str]:

@@ -15,6 +15,8 @@ files of outputs, and from a document that was saved.  nan and inf are None.
     correlations   of geometry with the classes' scores
     normality      one per head, of its first seed: for every class count, skewness, kurtosis, p, p_holm, and the ranges
                    own and other
+    tuning, trials what was tuned, as in summary.json, or {}; and one entry per (head, key, setting): value, score,
+                   seeds, swept (whether only this key was changed)
     config, environment, commands
 """
 
@@ -131,6 +133,8 @@ def _from_runs(summary: Mapping[str, Any], runs: Mapping[tuple[str, int], Path],
     doc = blank(title, "compare", heads, seeds, bool(summary["multilabel"]))
     doc["verdicts"] = verdicts(dict(summary))
     doc["metrics"] = with_intervals(summary["metrics"])
+    if summary.get("tuning"):
+        doc["tuning"], doc["trials"] = summary["tuning"], _trials(summary["tuning"])
     ready = {key: run for key, run in runs.items() if (run / "outputs.safetensors").exists()}
     if len(ready) < len(runs):
         doc["notes"].append(
@@ -152,6 +156,22 @@ def _from_runs(summary: Mapping[str, Any], runs: Mapping[tuple[str, int], Path],
     doc["correlations"] = _correlations(found)
     _add_origin(doc, list(ready.values()))
     return doc
+
+
+def _trials(told: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The trials and sweeps of a tuning, by head and shared key; those that diverged are left out."""
+    rows = []
+    for name, head in told["heads"].items():
+        for key in told["space"]:
+            found = [(t["settings"].get(key, head["default"].get(key)), t["values"], False) for t in head["trials"]]
+            found += [(point["value"], point["values"], True) for point in head["sweeps"].get(key, [])]
+            for value, values, swept in found:
+                if None not in values and _is_number(value):
+                    score = float(np.mean(values))
+                    rows.append(
+                        {"head": name, "key": key, "value": value, "score": score, "seeds": len(values), "swept": swept}
+                    )
+    return rows
 
 
 def _add_curve(doc: Document, run: Path, head: str, seed: int) -> None:
@@ -257,10 +277,21 @@ def blank(title: str, kind: str, heads: Sequence[str], seeds: Sequence[int], mul
 
     title, kind, heads, seeds, multilabel: as the document has them
     """
-    lists = ("verdicts", "notes", "classes", "geometry", "points", "calibration", "curves", "commands", "normality")
+    lists = (
+        "verdicts",
+        "notes",
+        "classes",
+        "geometry",
+        "points",
+        "calibration",
+        "curves",
+        "commands",
+        "normality",
+        "trials",
+    )
     return {
         **{key: [] for key in lists},
-        **{key: {} for key in ("metrics", "over_classes", "config", "environment")},
+        **{key: {} for key in ("metrics", "over_classes", "config", "environment", "tuning")},
         **{"title": title, "kind": kind, "multilabel": multilabel, "heads": list(heads), "seeds": list(seeds)},
         "splits": ["test"],
         "measures": [*geometry.MEASURES, "AP" if multilabel else "accuracy"],

@@ -106,6 +106,9 @@ def figures(doc: Mapping[str, Any], *, c: int = 0) -> dict[str, Spec]:
         shown = [m for m in ("error", "mAP", *PAPER) if m in doc["metrics"]]
         panels = [panel(specs.seeds(json.dumps(m), measures.find(m).title), None, 50 * len(heads), 180) for m in shown]
         found["seeds"] = compose(doc, [panels])
+    if tuned := specs.sensitivities(doc):
+        panels = [panel(spec, None, 260, 190) for spec in tuned.values()]
+        found["sensitivity"] = compose(doc, [panels])
     if doc["calibration"]:
         found["calibration"] = compose(doc, [[panel(specs.calibration(), None, 250, 250)]])
     for split in doc["splits"]:

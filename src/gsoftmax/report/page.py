@@ -16,7 +16,7 @@ from typing import Any
 from .. import measures
 from ..files import atomic_write
 from ..significance import ALPHA
-from ..summary import PAIRED, differences, means
+from ..summary import PAIRED, differences, means, tuning_tables
 from ..tables import Shown, Table
 from . import specs, tables
 from .colours import colours
@@ -52,6 +52,7 @@ def render(doc: Document) -> str:
         smaller=[measures.find(m).label for m in doc["metrics"] if measures.find(m).smaller_is_better],
         tables={
             "summary": means(small),
+            "tuning": tuning_tables(small),
             "differences": [*differences(small), *filter(None, [tables.over_images(small)])],
             "rest": [
                 t.first(_MOST_TABLE_ROWS, few.format(len(t.rows), t.note)) for t in rest if t is not None and t.rows
@@ -60,11 +61,12 @@ def render(doc: Document) -> str:
         name_of=lambda key: measures.find(key).title,
         curve_title=curve_title,
         sure=_sure,
+        tuned_keys=list(specs.sensitivities(small)),
         has_learned=any("learned" in g for g in doc["geometry"]),
         curve_keys=list(dict.fromkeys(k for c in doc["curves"] for k in c if k not in ("head", "seed", "epoch"))),
         data_json=small,
         specs_json={
-            "figures": specs.for_page(doc["heads"]),
+            "figures": specs.for_page(small),
             "parameters": specs.parameters(small),
             "shown": specs.SHOWN,
             "playground": specs.playground(),

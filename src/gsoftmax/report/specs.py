@@ -8,9 +8,11 @@ panel).  The page sets them from its controls; `figures.py` writes constants in 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .. import measures
 from .colours import BLUE, GREY, VERMILLION, colours
 
 Spec = dict[str, Any]
@@ -48,8 +50,9 @@ def config(heads: Sequence[str], ink: str, font: str, **more: Any) -> Spec:
     return {"font": font, "view": {"stroke": None}, "axis": axis, "rule": {"color": ink}, **paint, **more}
 
 
-def for_page(heads: Sequence[str]) -> dict[str, Spec]:
+def for_page(doc: Mapping[str, Any]) -> dict[str, Spec]:
     """All figures of the page, by name."""
+    heads = doc["heads"]
     made = {
         "scatter": (scatter(), 220),
         "gaussians": (gaussians(), 260),
@@ -59,6 +62,7 @@ def for_page(heads: Sequence[str]) -> dict[str, Spec]:
         "seeds": (seeds(), 240),
         "differences": (differences(), 240),
         "calibration": (calibration(), 300),
+        **{f"tuning-{key}": (spec, 240) for key, spec in sensitivities(doc).items()},
     }
     return {name: _fill_container(spec, height, heads) for name, (spec, height) in made.items()}
 
@@ -230,6 +234,42 @@ def differences(metric: str = "metric") -> Spec:
     zero = _layer({"type": "rule", "strokeDash": [4, 3]}, {"y": {"datum": 0}})
     rows = _steps(_row_of(metric), "isValid(datum.row.paired)")
     return _figure("heads", rows, zero, *_seeds(each, "datum.row.paired", None))
+
+
+def sensitivity(key: str, scale: str, title: str, worst: float, best: float) -> Spec:
+    """Validation score by the value of a tuned key: a line for each head's sweep, rings for its trials.
+
+    key, scale, title: the key, whether it is on a logarithmic scale, and the score
+    worst, best: ends of the axis; what lies outside is drawn at its edge
+    """
+    y = {"domain": sorted((worst, best)), "clamp": True, "nice": False}
+    shared = {
+        "x": _q(
+            "value", key, scale={"type": "log" if scale == "log" else "linear", "zero": False}, axis={"format": "~g"}
+        ),
+        "y": _q("score", title, scale=y, axis=_FEW),
+        "color": _COLOUR,
+        "tooltip": [_text("head"), _number("value", key), _number("score", title), _text("seeds")],
+    }
+    rows = _steps(f"datum.key === {json.dumps(key)}", "head === null || datum.head === head")
+    line = {"type": "line", "point": {"size": 30, "filled": True}, "strokeWidth": 2}
+    ring = {"type": "point", "filled": False, "size": 36, "opacity": 0.55}
+    return _figure("trials", rows, _layer(ring, shared, "!datum.swept"), _layer(line, shared, "datum.swept"))
+
+
+def sensitivities(doc: Mapping[str, Any]) -> dict[str, Spec]:
+    """`sensitivity` of every tuned key, by key."""
+    rows, told = doc.get("trials") or [], doc.get("tuning") or {}
+    if not rows:
+        return {}
+    measure = measures.find(told["measure"])
+    sign = 1 if measure.smaller_is_better else -1
+    scores = sorted(sign * row["score"] for row in rows)
+    low, middle = scores[0], scores[3 * (len(scores) - 1) // 4]
+    room = max(1.2 * (middle - low), 0.5)
+    ends = sign * (low + room), sign * (low - 0.05 * room)
+    keys = [key for key in told["space"] if any(row["key"] == key for row in rows)]
+    return {key: sensitivity(key, told["scales"][key], f"validation {measure.title}", *ends) for key in keys}
 
 
 def calibration() -> Spec:

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from .. import measures, significance
-from ..summary import PAIRED, differences, means, paired_cells, paired_table
+from ..summary import PAIRED, differences, means, paired_cells, paired_table, tuning_tables
 from ..tables import Cell, Shown, Table, p_value
 
 
 def of_document(doc: Mapping[str, Any]) -> list[Table]:
     """All tables of a report, those without rows left out."""
     tests = [over_images(doc), *over_classes(doc), correlations(doc), normality(doc)]
-    found = [means(doc), *differences(doc), *tests, classes(doc)]
+    found = [means(doc), *differences(doc), *tuning_tables(doc), *tests, classes(doc)]
     return [table for table in found if table is not None and table.rows]
 
 

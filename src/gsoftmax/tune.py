@@ -1,0 +1,379 @@
+"""Tuning: every head gets the same number of trials in the same space, judged on a validation split.
+
+The first trial of a head is its default setting.  The others are points of one Sobol sequence over the shared keys, the
+same for every head, and of another over the head's own options.  Successive halving decides which of them are trained
+again: all trials with one seed, the better half with two, the better half of those with four.  From the chosen setting
+each shared key is then swept over its range, alone, which shows how sensitive the head is to it.  The chosen settings
+meet the test set on fresh seeds, and so do the defaults, which shows what tuning was worth.
+
+out/tuning.json                          the space, and every trial with its validation results
+out/tuning/HEAD/trial-3/seed-1000000/    the trials, and sweep-lr-3 of the sweeps (configuration and metrics only)
+out/untuned/HEAD/seed-0/                 the defaults on the seeds of the comparison
+
+Not Optuna: its pruners decide by the order in which runs finish, so that heads would not get the same trials, nor a
+repeated tuning the same result.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import build, measures
+from .compare import Comparison, Task, of_heads, run_tasks
+from .config import Config, parse_head, parse_value
+from .files import atomic_write, locked
+from .runs import folder_name, keep_metrics, read_result
+from .summary import summarise
+
+__all__ = ["Domain", "Tuning", "default_space", "parse_space", "tune"]
+
+FIRST_SEED = 1_000_000  # of the trials: a comparison's own seeds are below it
+ROUNDS = 3  # of successive halving: 1, 2 and 4 seeds
+SWEEP, SWEEP_SEEDS = 5, 2  # values of a range that the sweep of a key tries, and seeds of each
+VAL_FRACTION = 0.2  # of the training split, where the data has no validation split
+
+
+@dataclass(frozen=True)
+class Domain:
+    """The values that tuning tries for one key.
+
+    >>> Domain.parse("lr", "log(0.01, 1)").at(0.5), Domain.parse("lam", "0.5|1|4").at(0.99)
+    (0.1, 4)
+    """
+
+    text: str  # as on the command line
+    scale: str  # log, uniform or choice
+    values: tuple[Any, ...]  # both ends of a range, or the choices
+
+    @classmethod
+    def parse(cls, key: str, text: str) -> Domain:
+        """A domain from its text: `log(low, high)`, `uniform(low, high)` or `a|b|c`."""
+        if match := re.fullmatch(r"(log|uniform)\((.*)\)", text.strip()):
+            ends = tuple(parse_value(part.strip()) for part in match[2].split(","))
+            good = len(ends) == 2 and all(type(end) in (int, float) and math.isfinite(end) for end in ends)
+            if not good or not ends[0] < ends[1] or (match[1] == "log" and ends[0] <= 0):
+                above = " above 0" if match[1] == "log" else ""
+                raise ValueError(f"{key}: {match[1]}(low, high) needs two increasing numbers{above}, got {text!r}")
+            return cls(text, match[1], ends)
+        choices = tuple(parse_value(part.strip()) for part in text.split("|"))
+        if "" in choices:
+            raise ValueError(f"{key}: choices are written a|b|c, ranges log(low, high), got {text!r}")
+        return cls(text, "choice", choices)
+
+    def at(self, u: float) -> Any:
+        """The value at u in [0, 1), to four significant digits."""
+        if self.scale == "choice":
+            return self.values[min(int(u * len(self.values)), len(self.values) - 1)]
+        low, high = self.values
+        value = low * (high / low) ** u if self.scale == "log" else low + u * (high - low)
+        return float(f"{value:.4g}")
+
+    def swept(self) -> list[Any]:
+        """The values of a sweep: numbers in increasing order, none if the choices are not numbers."""
+        if self.scale == "choice":
+            return sorted(self.values) if all(type(v) in (int, float) for v in self.values) else []
+        return [self.at(k / (SWEEP - 1)) for k in range(SWEEP)]
+
+
+def parse_space(text: str) -> dict[str, Domain]:
+    """Domains by key.
+
+    text: `key=domain` separated by spaces
+
+    >>> {key: domain.values for key, domain in parse_space("lr=log(0.01, 0.5) feature_scale=0.25|1").items()}
+    {'lr': (0.01, 0.5), 'feature_scale': (0.25, 1)}
+    """
+    found: dict[str, Domain] = {}
+    for item in re.findall(r"(?:\([^)]*\)|[^\s(])+", text):
+        key, equals, domain = item.partition("=")
+        if not equals or not domain:
+            raise ValueError(f"space is written as key=domain ..., got {item!r}")
+        if key in found:
+            raise ValueError(f"space has {key!r} twice")
+        found[key] = Domain.parse(key, domain)
+    if not found:
+        raise ValueError("space must have at least one key=domain")
+    return found
+
+
+def default_space(base: Config) -> dict[str, Domain]:
+    """Learning rate and scale of the features around those of a configuration."""
+    rate, scale = base.lr or 0.1, base.feature_scale or 1.0
+    text = f"lr=log({rate / 8:.4g},{rate * 8:.4g}) feature_scale=log({scale / 4:.4g},{scale * 4:.4g})"
+    return parse_space(text)
+
+
+@dataclass
+class _Trial:
+    """One setting of one head."""
+
+    index: int
+    settings: dict[str, Any]  # keys and values that differ from the default
+    config: Config
+    folder: Path
+    values: list[float]  # the headline measure on the validation split, of each seed; worst possible if it diverged
+    diverged: int = 0
+
+    @property
+    def mean(self) -> float:
+        return float(np.mean(self.values))
+
+
+class Tuning:
+    """A tuned comparison, validated; nothing is written before `run`.
+
+    base: all other settings
+    heads: as on the command line; an option with choices, as in `gsoftmax(lam=0.5|1|4)`, is tuned for that head
+    seeds: of the comparison on the test set
+    out: the folder of all runs
+    trials: of every head, its default setting among them
+    space: what is tuned for every head; None for `default_space`
+    minutes: fewer trials, the same number for every head, if all would take longer than this
+    sweep: the shared keys to sweep around the chosen settings; True is all of them
+    untuned: whether the default settings meet the test set too, which shows what tuning was worth
+    data_root: where the datasets are
+    """
+
+    def __init__(
+        self,
+        base: Config,
+        heads: Sequence[str] | None,
+        seeds: int | Sequence[int],
+        out: str | os.PathLike[str],
+        *,
+        trials: int,
+        space: Mapping[str, Domain] | None = None,
+        minutes: float | None = None,
+        sweep: bool | Sequence[str] = True,
+        untuned: bool = True,
+        data_root: str | None = None,
+    ) -> None:
+        if trials < 1:
+            raise ValueError(f"trials must be 1 or more, got {trials}")
+        if minutes is not None and not 0 < minutes < math.inf:
+            raise ValueError(f"minutes must be above 0, got {minutes}")
+        self.out, self.data_root, self.minutes = Path(out), data_root, minutes
+        self.untuned = untuned
+        self.space = dict(space or default_space(base))
+        self.swept = {k: d.swept() for k, d in self.space.items() if sweep is True or (sweep and k in sweep)}
+        if bad := {"seed", "head", "data", "evaluate_on", "val_fraction"} & {
+            key.partition(".")[0] for key in self.space
+        }:
+            raise ValueError(f"space cannot contain {min(bad)!r}")
+        self.defaults, self.own = {}, {}
+        for text in heads or of_heads(base, None, data_root):
+            name, options = parse_head(text)
+            self.own[text] = {
+                f"head_options.{k}": Domain.parse(k, v) for k, v in options.items() if isinstance(v, str) and "|" in v
+            }
+            fixed = {k: v for k, v in options.items() if f"head_options.{k}" not in self.own[text]}
+            self.defaults[text] = base.override({"head": name, "head_options": {**base.head_options, **fixed}})
+        self.comparison = Comparison(self.defaults, seeds, out, data_root)
+        if max(self.comparison.seeds) >= FIRST_SEED:
+            raise ValueError(f"seeds must be below {FIRST_SEED:,}, where those of the trials begin")
+        self.measure = measures.headline(self.comparison.dataset.multilabel)
+        try:
+            build.load_data(base, data_root).split("val")
+            validation: dict[str, Any] = {}
+        except ValueError:
+            validation = {"val_fraction": VAL_FRACTION}
+        self.validation = validation | {"evaluate_on": "val", "train_geometry": False, "ood": None}
+        self.trials = {name: self._draw(name, trials) for name in self.defaults}
+        everything = {f"{name} trial {t.index}": t.config for name, found in self.trials.items() for t in found}
+        Comparison(everything, [FIRST_SEED], out, data_root)  # raises for a setting that cannot be built
+
+    def _draw(self, name: str, trials: int) -> list[_Trial]:
+        """The default setting, then points of the space."""
+        points: list[dict[str, Any]] = [{}]
+        for keys, seed in ((self.space, 0), (self.own[name], 1)):
+            if keys and trials > 1:
+                engine = torch.quasirandom.SobolEngine(len(keys), scramble=True, seed=seed)
+                drawn = engine.draw(trials - 1, dtype=torch.float64).tolist()
+                new = [{key: d.at(u) for (key, d), u in zip(keys.items(), row, strict=True)} for row in drawn]
+                points = [{}, *({**a, **b} for a, b in zip(points[1:] or [{}] * len(new), new, strict=True))]
+        base, folder = self.defaults[name], self.out / "tuning" / folder_name(name)
+        return [
+            _Trial(i, point, base.override(point | self.validation), folder / f"trial-{i}", [])
+            for i, point in enumerate(points)
+        ]
+
+    # ------------------------------------------------------------------------------------------------------- running
+
+    def planned(self, trials: int) -> int:
+        """Number of runs of a tuned comparison, at most: trials, sweeps, chosen settings and defaults."""
+        kept, total = trials, trials
+        for done in range(1, ROUNDS):
+            kept = -(-kept // 2)
+            total += kept * 2 ** (done - 1)
+        total += SWEEP_SEEDS * sum(map(len, self.swept.values()))
+        return len(self.defaults) * (total + (1 + self.untuned) * len(self.comparison.seeds))
+
+    def run(self, jobs: int | None = None, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
+        """Trains what is not done yet and returns the summary, with what was tuned under `tuning`.
+
+        jobs, progress: as in `Comparison.run`
+        """
+        with locked(self.out):
+            asked = len(next(iter(self.trials.values())))
+            self._fit_budget(jobs, progress)
+            kept = {name: list(found) for name, found in self.trials.items()}
+            for number in range(ROUNDS):
+                if number:
+                    kept = {name: self._better_half(found) for name, found in kept.items()}
+                self._evaluate(kept, 2**number, jobs, progress)
+            best = {name: self._ranked(found)[0] for name, found in kept.items()}
+            sweeps = {name: self._sweeps(name, trial) for name, trial in best.items()}
+            if any(sweeps.values()):
+                flat = {name: [t for _, t in found] for name, found in sweeps.items()}
+                self._evaluate(flat, SWEEP_SEEDS, jobs, progress, "sweep")
+            run_tasks(self._finalists(best), jobs, progress)
+            heads, seeds = list(self.defaults), self.comparison.seeds
+            summary = summarise(self.out, heads, seeds, {"tuning": self._told(best, sweeps, asked)})
+            atomic_write(self.out / "tuning.json", json.dumps(summary["tuning"], indent=2))
+            return summary
+
+    def _sweeps(self, name: str, best: _Trial) -> list[tuple[str, _Trial]]:
+        """The chosen setting with one shared key changed, for every swept key."""
+        found = []
+        for key, values in self.swept.items():
+            for i, value in enumerate(values):
+                settings = {**best.settings, key: value}
+                config = self.defaults[name].override(settings | self.validation)
+                folder = self.out / "tuning" / folder_name(name) / f"sweep-{folder_name(key)}-{i}"
+                found.append((key, _Trial(i, settings, config, folder, [])))
+        return found
+
+    def _fit_budget(self, jobs: int | None, progress: Callable[[str], None] | None) -> None:
+        """Fewer trials if the rest would not fit into the budget, judged by the time of the default settings."""
+        if self.minutes is None:
+            return
+        path = self.out / "tuning-budget.json"  # a resumed tuning keeps its number of trials
+        if path.exists():
+            allowed = int(json.loads(path.read_text("utf-8"))["trials"])
+        else:
+            start = time.perf_counter()
+            self._evaluate({name: found[:1] for name, found in self.trials.items()}, 1, jobs, progress)
+            spent = time.perf_counter() - start
+            each, count = spent / len(self.defaults), len(next(iter(self.trials.values())))
+            fits = [n for n in range(1, count + 1) if each * self.planned(n) <= 60 * self.minutes]
+            allowed = max(fits, default=1)
+            atomic_write(path, json.dumps({"trials": allowed, "minutes": self.minutes, "seconds per run": each}))
+        self.trials = {name: found[:allowed] for name, found in self.trials.items()}
+
+    def _evaluate(
+        self,
+        kept: Mapping[str, Sequence[_Trial]],
+        seeds: int,
+        jobs: int | None,
+        progress: Callable[[str], None] | None,
+        word: str = "tuning",
+    ) -> None:
+        """Trains trials with the first `seeds` seeds and reads their results."""
+        most = max(map(len, kept.values()))
+        tasks = [  # trials outermost, so that heads advance alike
+            Task(t.config.override({"seed": FIRST_SEED + k}), t.folder / f"seed-{FIRST_SEED + k}", self.data_root, True)
+            for i in range(most)
+            for found in kept.values()
+            for t in found[i : i + 1]
+            for k in range(seeds)
+        ]
+        told = progress and (lambda line: progress(f"{word}, seed {seeds}  {line}"))
+        run_tasks(tasks, jobs, told)
+        worst = math.inf if self.measure.smaller_is_better else -math.inf
+        for found in kept.values():
+            for t in found:
+                results = [read_result(t.folder / f"seed-{FIRST_SEED + k}") for k in range(seeds)]
+                t.values = [worst if r is None else self.measure.scale * r[self.measure.key] for r in results]
+                t.diverged = results.count(None)
+                for k in range(seeds):
+                    keep_metrics(t.folder / f"seed-{FIRST_SEED + k}")
+
+    def _ranked(self, trials: Sequence[_Trial]) -> list[_Trial]:
+        sign = 1 if self.measure.smaller_is_better else -1
+        return sorted(trials, key=lambda t: (sign * t.mean, t.index))
+
+    def _better_half(self, trials: Sequence[_Trial]) -> list[_Trial]:
+        return self._ranked(trials)[: -(-len(trials) // 2)]
+
+    def _finalists(self, best: Mapping[str, _Trial]) -> list[Task]:
+        """The chosen settings, and the defaults where they are others, on the seeds of the comparison."""
+        tasks = []
+        for seed in self.comparison.seeds:
+            for name, trial in best.items():
+                config = self.defaults[name].override({"seed": seed})
+                chosen = self.out / folder_name(name) / f"seed-{seed}"
+                tasks.append(Task(config.override(trial.settings), chosen, self.data_root))
+                if trial.index and self.untuned:
+                    untuned = self.out / "untuned" / folder_name(name) / f"seed-{seed}"
+                    tasks.append(Task(config, untuned, self.data_root))
+        return tasks
+
+    def _told(
+        self, best: Mapping[str, _Trial], sweeps: Mapping[str, Sequence[tuple[str, _Trial]]], asked: int
+    ) -> dict[str, Any]:
+        """The result of the tuning as plain numbers."""
+        told: dict[str, Any] = {
+            "measure": self.measure.key,
+            "space": {key: domain.text for key, domain in self.space.items()},
+            "scales": {key: domain.scale for key, domain in self.space.items()},
+            "trials": len(next(iter(self.trials.values()))),
+            "asked": asked,
+            "validation": "val"
+            if "val_fraction" not in self.validation
+            else f"{VAL_FRACTION:.0%} of the training split",
+            "heads": {},
+        }
+        for name, trial in best.items():
+            folder = self.out / ("untuned" if trial.index else "") / folder_name(name)
+            results = [read_result(folder / f"seed-{s}") for s in self.comparison.seeds]
+            told["heads"][name] = {
+                "default": {key: getattr(self.defaults[name], key, None) for key in self.space},
+                "chosen": trial.settings,
+                "own": {key: domain.text for key, domain in self.own[name].items()},
+                "untuned": [self.measure.scale * r[self.measure.key] for r in results if r is not None],
+                "trials": [{"settings": t.settings, "values": _numbers(t)} for t in self.trials[name]],
+                "sweeps": {
+                    key: [{"value": t.settings[key], "values": _numbers(t)} for k, t in sweeps[name] if k == key]
+                    for key in dict.fromkeys(k for k, _ in sweeps[name])
+                },
+            }
+        return told
+
+
+def _numbers(trial: _Trial) -> list[float | None]:
+    return [v if math.isfinite(v) else None for v in trial.values]
+
+
+def tune(
+    base: Config,
+    heads: Sequence[str] | None,
+    seeds: int | Sequence[int],
+    out: str | os.PathLike[str],
+    *,
+    trials: int,
+    space: Mapping[str, Domain] | None = None,
+    minutes: float | None = None,
+    sweep: bool | Sequence[str] = True,
+    untuned: bool = True,
+    data_root: str | None = None,
+    jobs: int | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Tunes every head alike, compares them on the test set, and returns the summary.
+
+    base, heads, seeds, out, trials, space, minutes, sweep, untuned, data_root: as in `Tuning`
+    jobs, progress: as in `Tuning.run`
+    """
+    options: Any = {"trials": trials, "space": space, "minutes": minutes, "sweep": sweep, "untuned": untuned}
+    return Tuning(base, heads, seeds, out, data_root=data_root, **options).run(jobs, progress)
