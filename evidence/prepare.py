@@ -1,7 +1,7 @@
-"""Data for the studies: `python -m evidence.prepare SPEC FOLDER` writes cifar10.npz, cifar8.npz and cifar2.npz.
+"""Data for the studies: `python -m evidence.prepare SPEC FOLDER NAME` writes NAME.npz, decoded once for all runs.
 
-SPEC is CIFAR-10 in any form (cifar10, folder:PATH).  The first file holds all of it, decoded once for all runs; the
-others hold eight of its classes and the two that are left out, used as out-of-distribution data by the study `ood`.
+SPEC is a dataset of small images in any form (tiny-imagenet, folder:PATH).  Of CIFAR-10 it also writes cifar8.npz and
+cifar2.npz: eight of its classes, and the two that are left out, used as out-of-distribution data by the study `ood`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("spec", metavar="SPEC")
     parser.add_argument("folder", metavar="FOLDER", type=Path)
+    parser.add_argument("name", metavar="NAME", nargs="?", default="cifar10")
     args = parser.parse_args()
     dataset = data.load(args.spec)
     args.folder.mkdir(parents=True, exist_ok=True)
-    inside = tuple(c for c in dataset.classes if c not in OUTSIDE)
-    for name, classes in (("cifar10", dataset.classes), ("cifar8", inside), ("cifar2", OUTSIDE)):
+    parts = {args.name: tuple(dataset.classes)}
+    if set(OUTSIDE) < set(dataset.classes):
+        parts |= {"cifar8": tuple(c for c in dataset.classes if c not in OUTSIDE), "cifar2": OUTSIDE}
+    for name, classes in parts.items():
         part(dataset, classes, args.folder / f"{name}.npz")
         print(args.folder / f"{name}.npz", len(classes), "classes")
 

@@ -97,25 +97,25 @@ def one(study: Study, setting: str, seed: int, data: Mapping[str, str]) -> dict[
         outputs = load_file(Path(folder) / "run" / "outputs.safetensors")
     names = dict(zip(places.get("ood", "").split(), (config.ood or "").split(), strict=True))
     row = {"setting": setting, "seed": seed}
-    row["metrics"] = {" ".join(names.get(w, w) for w in k.split()): _round(v) for k, v in result.items()}
+    row["metrics"] = {" ".join(names.get(w, w) for w in k.split()): rounded(v) for k, v in result.items()}
     if outputs["y"].ndim == 2:
         x, p, y = outputs["x"], outputs["p"], outputs["y"]
         stats = geometry.ClassStatistics(y.shape[1], multilabel=True).update(evaluation.positive_outputs(x), y)
         found = stats.geometry()
         of_label = {"ap": metrics.average_precision(p, y)}
         of_label |= {k: getattr(found, k) for k in ("compactness", "separability", "ratio")}
-        row["labels"] = {k: [_round(float(v)) for v in values] for k, values in of_label.items()}
+        row["labels"] = {k: [rounded(float(v)) for v in values] for k, values in of_label.items()}
     return row
 
 
-def _round(value: float) -> float:
+def rounded(value: float) -> float:
     """Seven digits: more than a float32 holds, a third of the bytes."""
     return float(f"{value:.7g}")
 
 
-def where() -> dict[str, Any]:
-    """What a row was measured on."""
-    found = runs.environment()
+def where(run: Path | None = None) -> dict[str, Any]:
+    """What a row was measured on: this machine, or that of a finished run."""
+    found = runs.environment() if run is None else runs.read_environment(run)
     commit = os.environ.get("COMMIT")
     if commit is None:
         done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True)
