@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ class TunedStudy:
 
     name: str
     about: str
-    question: Question
+    questions: Sequence[Question]
     recipe: str
     changes: Mapping[str, Any]
     heads: Mapping[str, str]  # name in tables: head, as on the command line
@@ -53,7 +53,7 @@ class TunedStudy:
     trials: int
     seeds: int  # of the chosen settings
     more: Mapping[str, int] = field(default_factory=dict)  # more seeds of some heads
-    sweep: bool | tuple[str, ...] = True
+    sweep: bool | Sequence[str] = True
     untuned: bool = True
 
     def tuning(self, data: Mapping[str, str], out: Path) -> tune.Tuning:
@@ -69,7 +69,7 @@ def studies() -> dict[str, TunedStudy]:
     found = {}
     for name, s in written.items():
         if not name.startswith("_"):
-            found[name] = TunedStudy(name, **{**s, "question": Question(**s["question"])})
+            found[name] = TunedStudy(name, **{**s, "questions": [Question(**q) for q in s["questions"]]})
     return found
 
 
