@@ -21,7 +21,7 @@ help:
 	@echo "make lint       ruff and mypy"
 	@echo "make docs       the documentation, in docs/_build/html"
 	@echo "make bench      speed on this CPU (GPU: python -m benchmarks.gpu)"
-	@echo "make evidence-tables  docs/evidence.md from the rows in results/evidence"
+	@echo "make evidence-tables  the pages of docs/evidence from the rows in results/evidence"
 
 setup: .venv/all
 
@@ -60,7 +60,7 @@ docs: setup
 	@echo docs/_build/html/index.html
 
 evidence-tables: setup
-	$(BIN)/python -m evidence.tables
+	$(BIN)/python -m evidence.pages
 
 bench: setup
 	$(BIN)/python -m benchmarks.cpu

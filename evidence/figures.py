@@ -1,4 +1,4 @@
-"""Figures from the rows, a map of λ × σ and a forest of differences in error: `python -m evidence.tables` writes them.
+"""Figures from the rows, a map of λ × σ and a forest of differences in error: `python -m evidence.pages` writes them.
 
 The numbers that are drawn are in the file's description: two files can be compared whatever version of Vega drew them.
 """
@@ -75,8 +75,8 @@ def draw_map(cells: Mapping[str, Mapping[Cell, Difference | None]]) -> str:
                 "width": {"step": 92},
                 "height": {"step": 34},
                 "encoding": {
-                    "x": _ordinal("sigma", "first σ", labelAngle=0),
-                    "y": _ordinal("lam", "λ", titleAngle=0) | {"sort": "descending"},
+                    "x": ordinal("sigma", "first σ", labelAngle=0),
+                    "y": ordinal("lam", "λ", titleAngle=0) | {"sort": "descending"},
                 },
                 "layer": [
                     {"mark": {"type": "rect", "stroke": "white"}, "encoding": {"color": good}},
@@ -93,7 +93,7 @@ def draw_map(cells: Mapping[str, Mapping[Cell, Difference | None]]) -> str:
     title = "Difference from softmax: blue is better, orange is worse, bold is p < 0.05 after Holm's correction"
     drawn = [[m, *cell, _numbers(d)] for m, of in cells.items() for cell, d in of.items()]
     independent = {"scale": {"color": "independent"}}
-    return _svg({"concat": panels, "columns": 2, "resolve": independent}, title, drawn)
+    return svg({"concat": panels, "columns": 2, "resolve": independent}, title, drawn)
 
 
 def forest_rows(found: Found) -> dict[str, list[Difference]]:
@@ -111,7 +111,7 @@ def draw_forest(found: Mapping[str, Sequence[Difference]]) -> str:
     panels = [_panel(name, of) for name, of in found.items()]
     title = "Difference in error, points: left of the line is better; filled is p < 0.05 (Holm)"
     drawn = [[name, d.setting, _numbers(d)] for name, of in found.items() for d in of]
-    return _svg({"vconcat": panels, "spacing": 14}, title, drawn)
+    return svg({"vconcat": panels, "spacing": 14}, title, drawn)
 
 
 def _panel(name: str, of: Sequence[Difference]) -> Spec:
@@ -129,7 +129,7 @@ def _panel(name: str, of: Sequence[Difference]) -> Spec:
     ]
     colour = {"field": "colour", "type": "nominal", "scale": None}
     x = {"field": "difference", "type": "quantitative", "title": None}
-    y = _ordinal("setting", None, labelLimit=300) | {"sort": None}
+    y = ordinal("setting", None, labelLimit=300) | {"sort": None}
     return {
         "title": {"text": name, "anchor": "start", "frame": "group", "fontWeight": "bold"},
         "data": {"values": rows},
@@ -154,7 +154,7 @@ def _panel(name: str, of: Sequence[Difference]) -> Spec:
     }
 
 
-def _ordinal(field: str, title: str | None, **axis: Any) -> Spec:
+def ordinal(field: str, title: str | None, **axis: Any) -> Spec:
     style = {"grid": False, "ticks": False, "domain": False, **axis}
     return {"field": field, "type": "ordinal", "title": title, "axis": style}
 
@@ -182,7 +182,7 @@ def _numbers(d: Difference | None) -> list[Any] | None:
     return [*(f"{v:.5g}" for v in (d.test.difference, d.test.low, d.test.high)), d.test.n, bool(d.p < 0.05)]
 
 
-def _svg(spec: Spec, title: str, drawn: list[Any]) -> str:
+def svg(spec: Spec, title: str, drawn: list[Any]) -> str:
     described = escape(json.dumps(drawn, ensure_ascii=False))
     return render(sheet(spec, title)).decode().replace(">", f"><desc>{described}</desc>", 1)
 
@@ -201,6 +201,7 @@ def drawn(folder: Path = ROWS) -> dict[Path, str]:
 
 def outdated(figures: Mapping[Path, str]) -> list[Path]:
     """Files that are not there, or say other things than the rows, or have no rows any more."""
-    old = {path: content(path.read_text("utf-8")) for path in (MAP, FOREST) if path.exists()}
+    paths = dict.fromkeys((MAP, FOREST, *figures))
+    old = {path: content(path.read_text("utf-8")) for path in paths if path.exists()}
     new = {path: content(svg) for path, svg in figures.items()}
-    return [path for path in (MAP, FOREST) if old.get(path) != new.get(path)]
+    return [path for path in paths if old.get(path) != new.get(path)]

@@ -13,7 +13,7 @@ from gsoftmax.heads import GSoftmaxHead, SoftmaxHead
 
 
 class CDFMargin(GSoftmaxHead):
-    """G-softmax with a margin in the Gaussian term: z_y = x_y + lam Phi((x_y - mu_y) / sigma_y - m), and x at test time.
+    """G-softmax with a margin in the term: z_y = x_y + lam Phi((x_y - mu_y) / sigma_y - m) in training, x at test time.
 
     The term raises z where x is high, so that smaller differences of x suffice in training and classes move closer.
     The margin takes part of it, or at m = inf all of it, from the true class y.  p is the softmax of x.

@@ -45,7 +45,8 @@ class Study:
 
     def config(self, setting: str, seed: int) -> Config:
         own = {k: v for k, v in self.settings[setting].items() if k != "seeds"}
-        changes = {**self.changes, **own, "seed": seed, "threads": 1, "checkpoint_every": 0}
+        held = {"split_seed": 0, "deterministic": False, "threads": 1, "checkpoint_every": 0}
+        changes = {**held, **self.changes, **own, "seed": seed}
         return recipes.find(self.recipe).config(changes)
 
     def runs(self) -> Iterator[tuple[str, int]]:

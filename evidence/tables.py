@@ -1,13 +1,7 @@
-"""Tables, verdicts and figures from the rows: `python -m evidence.tables` writes them into docs and README.
-
-    <!-- evidence: tables -->  ...  <!-- evidence: end -->
-
-Everything between such marks is generated. The marks: verdicts, summary, tables, cost.
-"""
+"""Tables and verdicts from the rows of the studies in studies.yaml."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
@@ -35,8 +29,6 @@ from gsoftmax.tables import p_value, show, signed
 from .run import ROWS, Study, read_rows, studies
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "docs" / "evidence.md", ROOT / "README.md")
-MARKS = re.compile(r"(<!-- evidence: (\w+) -->\n).*?(<!-- evidence: end -->)", re.DOTALL)
 NOTHING = "No run has been done yet."
 
 SEVEN = ("mAP", "C_P", "C_R", "C_F1_mean", "O_P", "O_R", "O_F1")  # the paper's, of several labels
@@ -113,6 +105,12 @@ def settings_of(study: Study, rows: Sequence[Row]) -> list[str]:
     return [s for s in study.settings if s in there]
 
 
+def live(study: Study) -> list[str]:
+    """The settings that test the head: not those of the printed multi-label forms, which hardly learn with any head."""
+    forms = {name: changes.get("head_options", {}).get("form") for name, changes in study.settings.items()}
+    return [name for name, form in forms.items() if form not in ("independent", "printed")]
+
+
 def on_common_seeds(a: Mapping[int, float], b: Mapping[int, float]) -> tuple[np.ndarray, np.ndarray]:
     seeds = sorted(a.keys() & b.keys())
     return np.array([a[s] for s in seeds]), np.array([b[s] for s in seeds])
@@ -143,7 +141,7 @@ def study_tables(study: Study, rows: Sequence[Row]) -> str:
                 f"To see {effect} points of {name} at 80 % power takes {required_n(sd, effect)} paired seeds here "
                 f"({found[0].setting})."
             )
-    parts += [*_label_tables(study, rows), *_ood_tables(study, rows), _provenance(rows)]
+    parts += [*_label_tables(study, rows), *_ood_tables(study, rows), provenance(rows)]
     return "\n\n".join(parts)
 
 
@@ -158,7 +156,7 @@ def _means(rows: Sequence[Row], settings: Sequence[str], metrics: Sequence[str])
             timed = metric == "seconds" and found
             cells.append(show(float(np.median([*found.values()]))) if timed else _plus_minus(found))
         lines.append([setting, _seeds(rows, setting), *cells])
-    return _table(["setting", "seeds", *(measures.find(m).title for m in metrics)], lines)
+    return grid(["setting", "seeds", *(measures.find(m).title for m in metrics)], lines)
 
 
 def _caption(study: Study) -> str:
@@ -175,7 +173,7 @@ def _differences(found: Sequence[Difference], metrics: Sequence[str]) -> str:
         of = {d.metric: d for d in found if d.setting == setting}
         cells = [_shown(of[m].test, of[m].verdict) if m in of else "–" for m in metrics]
         lines.append([setting, str(max(d.test.n for d in of.values())), *cells])
-    return _table(["setting", "pairs", *(measures.find(m).title for m in metrics)], lines)
+    return grid(["setting", "pairs", *(measures.find(m).title for m in metrics)], lines)
 
 
 def _label_tables(study: Study, rows: Sequence[Row]) -> list[str]:
@@ -188,7 +186,7 @@ def _label_tables(study: Study, rows: Sequence[Row]) -> list[str]:
             "The labels are few, and p is not corrected."
         )
         lines = [[s, span(t), f"{t.t:+.2f}", p_value(t.p), str(t.n)] for s, t in tests.items()]
-        parts.append(_table(["setting", "difference in AP", "t", "p", "labels"], lines))
+        parts.append(grid(["setting", "difference in AP", "t", "p", "labels"], lines))
     found = correlations(study, rows)
     if found:
         parts.append(
@@ -198,7 +196,7 @@ def _label_tables(study: Study, rows: Sequence[Row]) -> list[str]:
         lines = []
         for measure, (one, everything) in found.items():
             lines.append([measure, _r(one), p_value(one.p), str(one.n), _r(everything), str(everything.n)])
-        parts.append(_table(["measure", "r of one label", "p", "n", "r of all", "n"], lines))
+        parts.append(grid(["measure", "r of one label", "p", "n", "r of all", "n"], lines))
     return parts
 
 
@@ -218,13 +216,12 @@ def label_tests(study: Study, rows: Sequence[Row]) -> dict[str, Paired]:
 
 
 def correlations(study: Study, rows: Sequence[Row]) -> dict[str, tuple[Correlation, Correlation]]:
-    """Pearson correlations of a label's geometry with its average precision, means over seeds, but the reference's.
+    """Pearson correlations of a label's geometry with its average precision, means over seeds, of live settings.
 
     Of the one label whose value is best over the settings, which is the paper's table; and of all labels and settings.
     """
     there = [row for row in done(rows) if "labels" in row]
-    chosen = settings_of(study, there)
-    chosen = [s for s in chosen if s != next(iter(study.settings))]
+    chosen = [s for s in settings_of(study, there) if s in live(study) and s != next(iter(study.settings))]
     if len(chosen) < 3:
         return {}
 
@@ -283,7 +280,7 @@ def _ood_tables(study: Study, rows: Sequence[Row]) -> list[str]:
     lines = [[s, *(_plus_minus(v.get(s, {})) for v in by)] for s in settings_of(study, done(rows))]
     parts = [
         "Out-of-distribution detection: AUROC in percent, for every score and every kind of outside data.",
-        _table(["setting", *(measures.find(metric).label for metric in columns)], lines),
+        grid(["setting", *(measures.find(metric).label for metric in columns)], lines),
     ]
     found = detections(study, rows)
     if not found:
@@ -304,7 +301,7 @@ def _ood_tables(study: Study, rows: Sequence[Row]) -> list[str]:
         score = score_and_data(next(iter(of.values())).metric)[0]
         lines.append([setting, score.replace("_", " "), *cells])
     heads = [f"{outside}, against {which}" for outside in outsides for which in ("its own", f"{first}'s")]
-    return [*parts, _table(["setting", "score", *heads], lines)]
+    return [*parts, grid(["setting", "score", *heads], lines)]
 
 
 def read_cost(folder: Path = ROWS) -> dict[str, Any]:
@@ -320,7 +317,7 @@ def cost_tables(cost: Mapping[str, Any], found: Found) -> str:
             [name, f"{of['step ms']:.3f}", f"{of['ratio']:.4f}", f"{of['head ms']:.3f}", f"{100 * of['share']:.2f} %"]
             for name, of in cost["heads"].items()
         ]
-        parts.append(_table(["head", "step, ms", "of softmax's", "head alone, ms", "share of the step"], lines))
+        parts.append(grid(["head", "step, ms", "of softmax's", "head alone, ms", "share of the step"], lines))
         again = '"softmax again" is the same head once more: how far it is from 1 is noise.  '
         parts.append((again if "softmax again" in cost["heads"] else "") + f"Recipe {cost['recipe']}, {_where(cost)}.")
     if "cifar10" in found:
@@ -338,7 +335,7 @@ def cost_tables(cost: Mapping[str, Any], found: Found) -> str:
                 "Seconds of a whole run of `cifar10`, one seed, on a GPU that several runs shared: medians, the ratio "
                 "of pairs with the same seed, which ran at about the same time."
             )
-            parts.append(_table(["setting", "seeds", "seconds", f"of {first}'s"], lines))
+            parts.append(grid(["setting", "seeds", "seconds", f"of {first}'s"], lines))
     return "\n\n".join(parts) or NOTHING
 
 
@@ -352,9 +349,18 @@ class Case:
 
 
 def claims(found: Found, cost: Mapping[str, Any]) -> Iterator[tuple[str, str, list[Case]]]:
-    """Claim, unit of the differences, cases: settings of G-softmax in all studies except the tuning ones."""
+    """Claim, unit of the differences, cases: live settings of G-softmax in all studies except the tuning ones.
+
+    Claim 5 counts the tuning studies of several labels too: only they have three settings or more, and a correlation
+    chooses none.
+    """
     tried = {name: pair for name, pair in found.items() if not name.startswith("tune-")}
-    compared = [(n, d) for n, (s, rows) in tried.items() for d in differences(s, rows) if d.setting.startswith("G ")]
+    compared = [
+        (n, d)
+        for n, (s, rows) in tried.items()
+        for d in differences(s, rows)
+        if d.setting.startswith("G ") and d.setting in live(s)
+    ]
 
     def of(*metrics: str, names: str = "", share: bool = False) -> list[Case]:
         chosen = [(n, d) for n, d in compared if d.metric in metrics and re.match(names, n)]
@@ -369,7 +375,7 @@ def claims(found: Found, cost: Mapping[str, Any]) -> Iterator[tuple[str, str, li
     yield "4. raises the ratio", "%", of("ratio", share=True)
     one: list[Case] = []
     everything: list[Case] = []
-    for name, (study, rows) in tried.items():
+    for name, (study, rows) in found.items():
         pairs = [*correlations(study, rows).values()]
         if pairs:
             labels = len(next(r for r in done(rows) if "labels" in r)["labels"]["ap"])
@@ -431,7 +437,7 @@ def verdicts(found: Found, cost: Mapping[str, Any]) -> str:
         shown = [f"{n} in {k}" if n else "0" for n, k in counts]
         lines.append([claim, *shown, _range(cases, unit), f"**{word(counts[0][0], counts[1][0], len(cases))}**"])
     parts = [
-        _table(["claim", "better", "worse", "no difference shown", "differences", "verdict"], lines),
+        grid(["claim", "better", "worse", "no difference shown", "median difference (range)", "verdict"], lines),
         '"3 in 2" means three comparisons in two studies.  A comparison tests one G-softmax setting against the '
         "reference of its study in one metric; it is better or worse if p is below 0.05 after Holm's correction.  For "
         "claim 5 it is one measure in a study; for cost it is one head, better if it stays within the bound.  A claim "
@@ -452,8 +458,9 @@ def _range(cases: Sequence[Case], unit: str) -> str:
         return "–"
     ends = [f"{v:+.0f}" if abs(v) >= 100 else f"{v:+.1f}" if abs(v) >= 10 else f"{v + 0.0:+.2f}" for v in sizes]
     low, high = (ends[sizes.index(f(sizes))] for f in (min, max))
+    middle = ends[sizes.index(float(np.quantile(sizes, 0.5, method="lower")))]
     unit = f" {unit}" if unit != "r" else ""
-    return f"{low}{unit}" if low == high else f"{low} to {high}{unit}"
+    return f"{low}{unit}" if low == high else f"{middle}{unit} ({low} to {high})"
 
 
 def summary(found: Found) -> str:
@@ -471,10 +478,10 @@ def summary(found: Found) -> str:
             rest = [f"{of[m].share:+.0f} %, {of[m].verdict}" if m in of else "–" for m in GEOMETRY]
             pairs = f"{headline.test.n if headline else 0}" + (f" ({lost} diverged)" if lost else "")
             lines.append([name, setting, pairs, first, *rest])
-    return _table(["study", "setting", "seeds", "error or mAP", *GEOMETRY], lines) if lines else NOTHING
+    return grid(["study", "setting", "seeds", "error or mAP", *GEOMETRY], lines) if lines else NOTHING
 
 
-def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def grid(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {' | '.join(x)} |" for x in lines)])
 
 
@@ -528,7 +535,7 @@ def _where(row: Row) -> str:
     return f"{row['gpu'] or row['processor']}, torch {row['torch']}, gsoftmax {row['gsoftmax']}"
 
 
-def _provenance(rows: Sequence[Row]) -> str:
+def provenance(rows: Sequence[Row]) -> str:
     seconds = [r["metrics"]["seconds"] for r in done(rows)]
     each = f", {show(float(np.median(seconds)))} s each in the median" if seconds else ""
     lost = len(rows) - len(done(rows))
@@ -539,49 +546,3 @@ def _provenance(rows: Sequence[Row]) -> str:
 def read(folder: Path = ROWS) -> dict[str, tuple[Study, Sequence[Row]]]:
     """Studies that have rows."""
     return {name: (study, rows) for name, study in studies().items() if (rows := read_rows(name, folder))}
-
-
-def blocks(folder: Path = ROWS) -> dict[str, str]:
-    """The text of every mark."""
-    found, cost = read(folder), read_cost(folder)
-    return {
-        "verdicts": verdicts(found, cost) if found or cost else NOTHING,
-        "summary": summary(found),
-        "tables": "\n\n".join(study_tables(*pair) for pair in found.values()) or NOTHING,
-        "cost": cost_tables(cost, found),
-    }
-
-
-def filled(page: str, text: Mapping[str, str]) -> str:
-    """A page with what belongs between its marks."""
-    return MARKS.sub(lambda m: f"{m[1]}{text[m[2]]}\n{m[3]}", page)
-
-
-def main() -> None:
-    from . import figures
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where a page or figure differs")
-    args = parser.parse_args()
-    text = blocks()
-    for path in PAGES:
-        old = path.read_text("utf-8")
-        new = filled(old, text)
-        if args.check and new != old:
-            raise SystemExit(f"{path.name} differs from what the rows say: make evidence-tables")
-        if new != old:
-            path.write_text(new, "utf-8")
-            print(path.name)
-    drawn = figures.drawn()
-    for path in figures.outdated(drawn):
-        if args.check:
-            raise SystemExit(f"{path.name} differs from what the rows say: make evidence-tables")
-        if path in drawn:
-            path.write_text(drawn[path], "utf-8")
-        else:
-            path.unlink()
-        print(path.name)
-
-
-if __name__ == "__main__":
-    main()

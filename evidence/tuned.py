@@ -22,7 +22,8 @@ from typing import Any
 import yaml
 
 from gsoftmax import recipes, runs, tune
-from gsoftmax.compare import Task, run_tasks
+from gsoftmax.compare import DIVERGED, Task, run_tasks
+from gsoftmax.config import Config
 
 from .run import HERE, ROWS, resolve_spec, rounded, where
 
@@ -56,9 +57,13 @@ class TunedStudy:
     sweep: bool | Sequence[str] = True
     untuned: bool = True
 
-    def tuning(self, data: Mapping[str, str], out: Path) -> tune.Tuning:
+    def config(self, data: Mapping[str, str]) -> Config:
+        """What all heads start from."""
         config = recipes.find(self.recipe).config({**self.changes, "threads": 1, "checkpoint_every": 0})
-        base = config.override({"data": resolve_spec(config.data, data), "train_geometry": False})
+        return config.override({"data": resolve_spec(config.data, data), "train_geometry": False})
+
+    def tuning(self, data: Mapping[str, str], out: Path) -> tune.Tuning:
+        base = self.config(data)
         options: Any = {"trials": self.trials, "sweep": self.sweep, "untuned": self.untuned}
         space = tune.parse_space(self.space)
         return tune.Tuning(base, list(self.heads.values()), self.seeds, out, space=space, **options)
@@ -105,6 +110,22 @@ def write(study: TunedStudy, told: Mapping[str, Any], out: Path) -> None:
     (TUNED / f"{study.name}.jsonl").write_text("".join(f"{line}\n" for line in lines), "utf-8")
     told = {**told, "heads": {names[text]: head for text, head in told["heads"].items()}}
     (TUNED / f"{study.name}.json").write_text(json.dumps(_short(told), ensure_ascii=False) + "\n", "utf-8")
+
+
+def write_trials(study: TunedStudy, out: Path) -> None:
+    """The trials of a study that has not met the test set yet."""
+    lines = []
+    for name, text in study.heads.items():
+        for run in sorted((out / "tuning" / runs.folder_name(text)).glob("trial-*/seed-*")):
+            config, result = runs.read_config(run), runs.read_result(run)
+            if config is None or (result is None and not (run / DIVERGED).exists()):
+                continue
+            keys = tune.parse_space(study.space)
+            settings = {key: getattr(config, key) for key in keys} | config.head_options
+            row = {"setting": name, "trial": int(run.parent.name[6:]), "seed": config.seed, "settings": settings}
+            row["error"] = None if result is None else rounded(result["error"])
+            lines.append(json.dumps(row | where(run), ensure_ascii=False))
+    (TUNED / f"{study.name}-trials.jsonl").write_text("".join(f"{line}\n" for line in lines), "utf-8")
 
 
 def _short(value: Any) -> Any:

@@ -11,17 +11,142 @@ import scipy.special
 import scipy.stats
 import torch
 
-from evidence import cost, figures, heads, prepare, run, tables
-from gsoftmax import data, measures
+from evidence import answers, cost, figures, heads, pages, prepare, run, tables, tuned
+from gsoftmax import data, measures, tune
 from gsoftmax.config import Config
 
 
 def test_the_pages_say_what_the_rows_say():
-    text = tables.blocks()
-    for page in tables.PAGES:
-        found = page.read_text("utf-8")
-        assert tables.filled(found, text) == found, f"{page.name}: make evidence-tables"
-        assert tables.MARKS.search(found)
+    for page, text in pages.pages().items():
+        assert page.read_text("utf-8") == text, f"{page.name}: make evidence-tables"
+    assert all(pages.MARKS.search(page.read_text("utf-8")) for page in pages.MARKED)
+    there = {page for page in answers.PAGES.iterdir() if page.name not in ("protocol.md", "earlier.md")}
+    assert there == set(answers.pages())
+
+
+def test_the_words_of_the_first_page_say_what_the_rows_say():
+    def test(study, head, against, metric="error"):
+        return answers.compared(tuned.read(study)[1], head, against, metric)
+
+    def swept(study, head, key):
+        return [np.mean(p["values"]) for p in tuned.read(study)[0]["heads"][head]["sweeps"][key]]
+
+    def validated(study, head):
+        of = {}
+        for row in run.read_rows(f"{study}-trials", tuned.TUNED):
+            if row["setting"] == head:
+                of.setdefault(row["trial"], []).append(100 * row["error"])
+        return min(np.mean(v) for v in of.values() if len(v) == 4)
+
+    adjusted = test("unequal", "logit adjustment", "softmax")
+    gaussian = test("unequal", "G-softmax", "softmax")
+    smooth = swept("unequal", "logit adjustment", "label_smoothing")
+    labels = [a for a in answers.answers() if a.question.metric == "mAP"]
+    worse = [a for a in labels if a.p < 0.05 and a.test.difference < 0]
+    one = {name: test(name, "G-softmax, one output", "BCE", "mAP") for name in ("scene", "medical", "birds", "enron")}
+    medical = test("medical", "ASL", "BCE", "mAP")
+    assert (len(labels), len(worse)) == (7, 2) and not any(a.p < 0.05 and a.test.difference > 0 for a in labels)
+    assert [t.high < 0 and t.p < 0.05 for t in one.values()] == [False, True, True, True] and one["scene"].p < 0.05
+    assert all("Yes" not in a.words for a in answers.answers())
+    page, readme = (" ".join(p.read_text("utf-8").split()) for p in (pages.MARKED[0], tables.ROOT / "README.md"))
+    for phrase in (
+        f"G-softmax is {-gaussian.difference:.1f} points better than softmax, and "
+        f"{test('unequal', 'G-softmax', 'logit adjustment').difference:.1f} points worse than logit adjustment",
+        f"gains {-test('unequal', 'softmax, undecayed bias', 'softmax').difference:.1f} points over softmax",
+        f"costs logit adjustment {smooth[1] - smooth[0]:.1f} points",
+        f"one output per label is {one['scene'].difference:.2f} points of mAP above BCE",
+        f"G-softmax errs {validated('tiny', 'G-softmax'):.1f} % and softmax {validated('tiny', 'softmax'):.1f} %",
+        f"from {validated('noise', 'softmax'):.2f} to {validated('noise', 'plausible labels'):.2f} %",
+    ):
+        assert phrase in page, phrase
+    cifar10 = tables.differences(*tables.read()["cifar10"])
+    chosen = next(d.test for d in cifar10 if (d.setting, d.metric) == ("G λ=0.5 (0, 4), chosen", "error"))
+    apart = abs(validated("tiny", "G-softmax") - validated("tiny", "softmax"))
+    for phrase in (
+        f"{chosen.difference:+.2f} points of error, between {chosen.low:+.2f} and {chosen.high:+.2f}",
+        f"lowers the error by {-adjusted.difference:.1f} points, G-softmax by {-gaussian.difference:.1f}.",
+        f"ASL gains {medical.difference:.1f} points on one of them",
+        f"G-softmax and softmax are {apart:.1f} points apart",
+    ):
+        assert phrase in readme, phrase
+
+
+def test_tuned_studies_are_declared_whole():
+    for name, study in tuned.studies().items():
+        assert isinstance(study.config({}), Config) and tune.parse_space(study.space) and study.seeds >= 10, name
+        assert {head for q in study.questions for head in (q.head, q.against)} <= set(study.heads), name
+        assert set(study.more) <= set(study.heads) and len(study.questions) <= 2
+
+
+def test_committed_trials_are_the_same_for_every_head():
+    for name, study in answers.finished().items():
+        told, rows = tuned.read(name)
+        shared = [
+            [{k: t["settings"].get(k) for k in told["space"]} for t in h["trials"]] for h in told["heads"].values()
+        ]
+        assert list(told["heads"]) == list(study.heads) and len(shared[0]) == study.trials == told["asked"]
+        assert all(trials == shared[0] for trials in shared)
+        seeds = [sorted(len(t["values"]) for t in head["trials"]) for head in told["heads"].values()]
+        assert all(of == seeds[0] for of in seeds)
+        for head in told["heads"].values():  # chosen by the validation split, among the trials with most seeds
+            sign = 1 if told["measure"] == "error" else -1
+            last = [
+                t for t in head["trials"] if len(t["values"]) == max(map(len, (t["values"] for t in head["trials"])))
+            ]
+            assert head["chosen"] == min(last, key=lambda t: sign * np.mean(t["values"]))["settings"]
+        keys = [(row["setting"], row["seed"]) for row in rows]
+        assert len(set(keys)) == len(keys) and {setting for setting, _ in keys} == set(study.heads)
+        assert all(row["commit"] and row["torch"] and row["seed"] < tune.FIRST_SEED for row in rows)
+
+
+def test_answers_agree_with_scipy():
+    found = answers.answers()
+    ps = [a.test.p for a in found]
+    order = np.argsort(ps)
+    steps = np.maximum.accumulate([(len(ps) - k) * ps[i] for k, i in enumerate(order)])
+    for k, i in enumerate(order):
+        assert found[i].p == pytest.approx(min(1.0, steps[k]))
+    for a in found:
+        of = {}
+        for row in tuned.read(a.study.name)[1]:
+            of.setdefault(row["setting"], {})[row["seed"]] = 100 * row["metrics"][a.question.metric]
+        seeds = sorted(of[a.question.head].keys() & of[a.question.against].keys())
+        expected = scipy.stats.ttest_rel(
+            *([of[head][s] for s in seeds] for head in (a.question.head, a.question.against))
+        )
+        assert (a.test.p, a.test.t, a.test.n) == (
+            pytest.approx(expected.pvalue),
+            pytest.approx(expected.statistic),
+            len(seeds),
+        )
+
+
+def test_a_bias_without_decay_is_not_decayed():
+    head = heads.FreeBias(3, 2, decay=0.1)
+    head.free.data.fill_(2.0)
+    h, target = torch.zeros(4, 3), torch.tensor([0, 1, 0, 1])
+    head.bias.data.zero_()  # both classes are as likely as they are frequent: the loss alone leaves the bias alone
+    optimizer = torch.optim.SGD([head.free], lr=0.5, weight_decay=0.1, momentum=0.9)
+    for _ in range(3):
+        optimizer.zero_grad()
+        head.loss(h, target).backward()
+        optimizer.step()
+    torch.testing.assert_close(head.free.detach(), torch.full((2,), 2.0))
+
+
+def test_a_wrong_label_weighs_less():
+    generator = torch.Generator().manual_seed(0)
+    centres = 4 * torch.eye(3)
+    y = torch.randint(3, (600,), generator=generator)
+    h = centres[y] + torch.randn(600, 3, generator=generator)
+    wrong = torch.rand(600, generator=generator) < 0.3
+    target = torch.where(wrong, (y + 1) % 3, y)
+    head = heads.Suspicious(3, 3, warmup=0, momentum=0.5)
+    head.weight.data, head.bias.data = torch.eye(3), torch.zeros(3)
+    for _ in range(5):
+        head.loss(h, target)
+    weight = head.weigh(head(h), target)
+    assert weight[wrong].mean() < 0.5 < 0.8 < weight[~wrong].mean()
 
 
 def test_the_words_above_the_tables_say_what_the_rows_say():
@@ -62,19 +187,13 @@ def test_the_words_above_the_tables_say_what_the_rows_say():
         "from {:.1f} to {:.1f}".format(*geometry["separability"]),
         f"`cifar10-fast` is {100 * (1 - max(steps)):.0f} % shorter",
     )
-    page = " ".join((tables.PAGES[0]).read_text("utf-8").split())
+    page = " ".join((answers.PAGES / "earlier.md").read_text("utf-8").split())
     for phrase in phrases:
         assert phrase in page, phrase
-    readme = " ".join((tables.PAGES[1]).read_text("utf-8").split())
-    for phrase in (
-        f"{chosen.difference:+.2f} points of error, between {chosen.low:+.2f} and {chosen.high:+.2f}",
-        f"lowers the error by {unequal:.1f} points; logit adjustment lowers it by {told:.1f}.",
-    ):
-        assert phrase in readme, phrase
 
 
 def test_the_figures_show_what_the_rows_say():
-    assert figures.outdated(figures.drawn()) == [], "make evidence-tables"
+    assert figures.outdated(figures.drawn() | {answers.FOREST: answers.draw_forest()}) == [], "make evidence-tables"
 
 
 def test_every_study_is_a_valid_configuration():
@@ -237,7 +356,7 @@ def test_diverged_and_missing_runs_are_counted_and_left_out(everything):
     for setting in ("G λ=1", "G λ=4"):
         seeds = [seed for seed in range(10) if (setting, seed) in of]
         for metric in measures.SINGLE:
-            scale = 100 if metric in ("error", "ece") else 1
+            scale = 100 if metric in ("error", "error_x", "ece") else 1
             a, b = (scale * np.array([of[s, seed][metric] for seed in seeds]) for s in ("softmax", setting))
             expected = scipy.stats.ttest_rel(b, a)
             low, high = expected.confidence_interval()
@@ -342,24 +461,28 @@ def test_costs_are_shown_as_measured(everything):
 def test_every_mark_has_text_for_any_rows(everything, tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "studies", lambda: {name: study for name, (study, _) in everything.items()})
     marks = {"verdicts", "summary", "tables", "cost"}
-    assert tables.blocks(tmp_path) == dict.fromkeys(marks, tables.NOTHING) and figures.drawn(tmp_path) == {}
+
+    def blocks(folder):
+        return {mark: text for mark, text in pages.blocks(folder).items() if mark not in ("cases", "recipes")}
+
+    assert blocks(tmp_path) == dict.fromkeys(marks, tables.NOTHING) and figures.drawn(tmp_path) == {}
     for name, pair in everything.items():  # each alone
         folder = tmp_path / name
         folder.mkdir()
         write(folder, {name: pair})
-        text = tables.blocks(folder)
+        text = blocks(folder)
         assert text.keys() == marks and f"### {name}" in text["tables"]
         assert (name in text["summary"]) == (not name.startswith("tune-"))
         assert (figures.MAP in figures.drawn(folder)) == (name == "tune-cifar10")
         assert (figures.FOREST in figures.drawn(folder)) == (name not in ("tune-cifar10", "mosaic"))
     write(tmp_path, everything, COST)
-    text = tables.blocks(tmp_path)
+    text = blocks(tmp_path)
     assert all(v != tables.NOTHING and "nan" not in v for v in text.values())
     for table in "\n\n".join(text.values()).split("\n\n"):  # as many cells in every line
         lines = table.splitlines()
         assert not table.startswith("|") or len({line.count("|") for line in lines}) == 1
     page = "a\n<!-- evidence: verdicts -->\n<!-- evidence: end -->\nb\n"
-    assert tables.filled(page, text) == page.replace("-->\n<", f"-->\n{text['verdicts']}\n<", 1)
+    assert pages.filled(page, text) == page.replace("-->\n<", f"-->\n{text['verdicts']}\n<", 1)
 
 
 def test_verdicts_follow_from_the_rows():
@@ -391,7 +514,7 @@ def test_verdicts_follow_from_the_rows():
     assert of["4. raises the ratio"] == ["0", "0", "4 in 2", "+0.00 %", "**not shown**"]
     assert of["calibration: lowers NLL"][::4] == ["2 in 2", "**holds in part**"]  # half is not more than half
     assert of["label noise and imbalance: lowers the error"] == ["0", "0", "0", "–", "**not shown**"]
-    cost = ["1 in 1", "1 in 1", "0", "+0.40 to +2.00 %", "**mixed**"]
+    cost = ["1 in 1", "1 in 1", "0", "+0.40 % (+0.40 to +2.00)", "**mixed**"]
     assert of["cost: a step takes at most 1 % more than softmax's"] == cost
     by = {d.setting: d.share for d in tables.differences(*found["few-1"]) if d.metric == "compactness"}
     a, b = (
@@ -457,12 +580,17 @@ def test_figures_show_the_differences_and_are_reproducible(everything):
 
 def test_pages_and_figures_are_written_and_checked(everything, tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "studies", lambda: {name: study for name, (study, _) in everything.items()})
-    monkeypatch.setattr(tables, "PAGES", (tmp_path / "page.md",))
+    monkeypatch.setattr(pages, "MARKED", (tmp_path / "page.md",))
+    monkeypatch.setattr(answers, "PAGES", tmp_path)
+    monkeypatch.setattr(answers, "FOREST", tmp_path / "answers.svg")
+    forest = answers.draw_forest()
+    monkeypatch.setattr(answers, "draw_forest", lambda: forest)
+    monkeypatch.setattr(answers, "pages", lambda: {tmp_path / "study.md": "# study\n"})
     for name in ("MAP", "FOREST"):
         monkeypatch.setattr(figures, name, tmp_path / f"{name}.svg")
     (tmp_path / "page.md").write_text("<!-- evidence: summary -->\n<!-- evidence: end -->\n")
-    drawn, blocks = functools.cache(figures.drawn), functools.cache(tables.blocks)  # once for the rows there are
-    monkeypatch.setattr(tables, "blocks", lambda: blocks(tmp_path))
+    drawn, blocks = functools.cache(figures.drawn), functools.cache(pages.blocks)  # once for the rows there are
+    monkeypatch.setattr(pages, "blocks", lambda: blocks(tmp_path))
     monkeypatch.setattr(figures, "drawn", lambda: drawn(tmp_path))
 
     def rows_changed():
@@ -470,8 +598,8 @@ def test_pages_and_figures_are_written_and_checked(everything, tmp_path, monkeyp
         blocks.cache_clear()
 
     def main(*words):
-        monkeypatch.setattr("sys.argv", ["tables", *words])
-        tables.main()
+        monkeypatch.setattr("sys.argv", ["pages", *words])
+        pages.main()
 
     main()
     main("--check")
