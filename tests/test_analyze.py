@@ -20,6 +20,8 @@ from gsoftmax import analyze as room
 from gsoftmax.analyze import analyze, compare_outputs, mcnemar
 from gsoftmax.functional import gsoftmax
 from gsoftmax.outputs import open_outputs
+from gsoftmax.report import from_outputs
+from gsoftmax.report.tables import over_images
 
 
 def single(n=400, c=5, seed=0, gap=3.0):
@@ -210,6 +212,21 @@ def test_two_models_against_scipy(tmp_path, monkeypatch):
             (test.statistic, test.pvalue, low, high), rel=1e-9
         )
         assert mine.difference == pytest.approx(np.mean(b - a)) and mine.n == 400
+
+
+def test_the_error_of_x_is_that_of_the_outputs_without_their_gaussians(tmp_path):
+    (x, y), mu, sigma = single(gap=1.0), np.linspace(5.0, 9.0, 5), np.full(5, 0.3)
+    term = 3.0 * scipy.stats.norm.cdf(x, mu, sigma)
+    one, two, found = compare_outputs(
+        save(tmp_path / "a.npz", x=x, y=y), save(tmp_path / "b.npz", x=x, y=y, mu=mu, sigma=sigma, lam=np.array(3.0))
+    )
+    assert two.metrics["error_x"] == one.metrics["error_x"] == one.metrics["error"] != two.metrics["error"]
+    assert two.metrics["error"] == pytest.approx(((x + term).argmax(1) != y).mean())
+    assert list(found.images) == ["error", "error_x", "nll"]
+    assert found.images["error_x"].difference == 0 != found.images["error"].difference
+    assert list(from_outputs(tmp_path / "a.npz", tmp_path / "b.npz")["metrics"])[:2] == ["error", "error_x"]
+    table = over_images(from_outputs(tmp_path / "a.npz", tmp_path / "b.npz"))
+    assert [row[0] for row in table.rows] == ["error, points", "error of x, points", "NLL"]
 
 
 @pytest.mark.parametrize(

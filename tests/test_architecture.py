@@ -20,6 +20,7 @@ MAY_BE_MISSING = ("fcntl", "torch.distributed", "torch.utils.tensorboard")
 
 # Functions with a longer signature, and why.  Kernels are exempt: a GPU takes no records.
 PUBLIC = "public: the options of torch's own loss or layer, and those of the Gaussians, each by its keyword"
+TUNED = "public: the parameters of `compare`, and the options of tuning, each by its keyword"
 LONG_SIGNATURES = {
     "gsoftmax.functional.gsoftmax_cross_entropy": PUBLIC,
     "gsoftmax.functional.linear_gsoftmax_cross_entropy": PUBLIC,
@@ -34,6 +35,8 @@ LONG_SIGNATURES = {
     "gsoftmax.sharded.head.ShardedSoftmaxHead.__init__": PUBLIC,
     "gsoftmax.sharded.head.ShardedGSoftmaxHead.__init__": PUBLIC,
     "gsoftmax.sharded.loss.CrossEntropy.forward": "autograd sees tensors only where they are arguments of their own",
+    "gsoftmax.tune.Tuning.__init__": TUNED,
+    "gsoftmax.tune.tune": TUNED,
 }
 KERNELS = ("gsoftmax.kernels", "gsoftmax.backbones.fused")
 

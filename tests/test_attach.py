@@ -571,7 +571,7 @@ SEVERAL = "has several linear layers that may be its classifier: "
 # a model, options of attach, and the error
 MISTAKES = {
     "not a model": (lambda: 3, {}, "model must be an nn.Module, got int"),
-    "head": (mlp, {"head": "arcface"}, "head must be one of softmax, lsoftmax, gsoftmax, got 'arcface'"),
+    "head": (mlp, {"head": "triplet"}, "head must be one of softmax, lsoftmax, gsoftmax, .*, zlpr, got 'triplet'"),
     "no classes": (mlp, {"num_classes": 0}, "num_classes must be a positive integer, got 0"),
     "classes": (mlp, {"num_classes": "ten"}, "num_classes must be a positive integer, got 'ten'"),
     "option": (mlp, {"lamda": 2.0}, "unexpected keyword argument 'lamda'"),

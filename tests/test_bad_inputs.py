@@ -49,7 +49,8 @@ def refused(tmp_path, capsys, monkeypatch) -> Iterator[Callable[..., str]]:
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     threads = torch.get_num_threads()
-    build.load_cached.cache_clear()  # files of one name differ from test to test
+    for cached in (build.read_cached, build.load_cached):
+        cached.cache_clear()  # files of one name differ from test to test
     earlier = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("no answer after 5 minutes"))
 
     def run(*argv: str, says: str = "") -> str:
@@ -97,6 +98,8 @@ VALUES = {
     "train_fraction": "0 -1 1.5 NaN x false null 1e-9",
     "imbalance": "0 0.5 -2 NaN Infinity x null",
     "label_noise": "-0.1 1.1 NaN x null",
+    "split_seed": "-1 1.5 x true [] 99999999999999999999",
+    "mixup": "-0.1 NaN Infinity 1e7 x true null",
     "image_size": "0 -8 1.5 100000 x true []",
     "augment": "nosuch 5 true [] crop,nosuch pad=-1 pad=1.5 pad=x flip=maybe area=2 area=nan jitter=1 lighting=-1",
     "evaluate_on": "train val 5 null []",
@@ -146,6 +149,7 @@ VALUES = {
     "cuda_graphs": "x 5 null",
     "ood": "nosuch 5 true mosaic() npz:nosuch.npz",
     "seed": "-1 1.5 x null true 99999999999999999999",
+    "deterministic": "x 5 null",
     "device": "nosuch cuda:99 5 null meta",
     "threads": "-1 1.5 x null 1000000",
     "workers": "-1 1.5 x true",

@@ -113,8 +113,10 @@ def test_noise_is_exact_and_spares_the_right_label():
 
 def test_long_tail_follows_the_profile():
     y = torch.arange(5).repeat_interleave(200)
-    counts = torch.bincount(y[long_tail(y, 16.0, seed=0)])
-    assert counts.tolist() == [200, 100, 50, 25, 12]
+    counts = [torch.bincount(y[long_tail(y, 16.0, seed=seed)]) for seed in range(200)]
+    assert all(sorted(c.tolist()) == [12, 25, 50, 100, 200] for c in counts)
+    largest = torch.bincount(torch.stack(counts).argmax(1), minlength=5)  # every class about as often
+    assert largest.min() > 20 and largest.max() < 60
 
 
 def test_statistics_against_numpy():
@@ -184,7 +186,35 @@ def test_subset_imbalance_and_noise_touch_training_rows_only():
     labels = torch.tensor([truth[row] for row in rows_of(rough.train)])
     assert int((labels != rough.train.y).sum()) == round(0.25 * len(rough.train))
     counts = torch.bincount(labels)
-    assert counts[0] > 3.5 * counts[9]
+    assert 3.5 * counts.min() < counts.max() < 4.5 * counts.min()
+
+
+DRAWS = {
+    "train_fraction": (0.5, lambda d: set(rows_of(d.train))),
+    "imbalance": (20.0, lambda d: torch.bincount(d.train.y).argsort().tolist()),
+    "label_noise": (0.25, lambda d: d.train.y.tolist()),
+    "val_fraction": (0.2, lambda d: set(rows_of(d.val))),
+}
+
+
+@pytest.mark.parametrize("option", DRAWS)
+def test_the_split_seed_decides_the_draw_but_not_the_test_set(option):
+    value, drawn = DRAWS[option]
+    plain = data.load("digits")
+    first, again, other = (data.load("digits", split_seed=seed, **{option: value}) for seed in (1, 1, 2))
+    assert first.fingerprint() == again.fingerprint() and drawn(first) != drawn(other)
+    for found in (first, other):
+        assert torch.equal(found.test.x, plain.test.x) and torch.equal(found.test.y, plain.test.y)
+    assert len(first.train) == len(other.train) or option == "imbalance"  # classes differ a little in size
+
+
+def test_the_split_seed_does_not_decide_a_test_set_that_is_taken_from_the_training_rows(tmp_path):
+    digits = data.load("digits").train
+    np.savez(tmp_path / "a.npz", x_train=digits.x.numpy(), y_train=digits.y.numpy())
+    for spec in (f"npz:{tmp_path}/a.npz?test=0.3", "digits-mosaic"):
+        first, other = (data.load(spec, val_fraction=0.2, split_seed=seed) for seed in (1, 2))
+        assert torch.equal(first.test.x, other.test.x) and torch.equal(first.test.y, other.test.y)
+        assert set(rows_of(first.val)) != set(rows_of(other.val))
 
 
 def test_statistics_are_of_the_final_training_split():

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import asdict
 from unittest.mock import Mock
 
 import numpy as np
@@ -18,9 +19,10 @@ import torch
 from processes import one_thread  # noqa: F401
 from safetensors.torch import load_file
 
-from gsoftmax import backbones, build, compare, heads, measures, ood, runs, train
+from gsoftmax import backbones, build, compare, distributed, heads, measures, ood, runs, train
 from gsoftmax.cli import main
 from gsoftmax.config import Config
+from gsoftmax.distributed import ALONE, World
 from gsoftmax.heads import DEFAULT
 from gsoftmax.recipes import find, recipes
 from gsoftmax.significance import holm
@@ -125,6 +127,24 @@ def test_two_runs_are_identical_and_a_stopped_one_resumes_exactly(head, tmp_path
     assert rows == [1, 2, 3]
 
 
+def test_loaded_state_has_the_memory_order_of_its_parameter():
+    """Fused optimizers on a GPU require it; checkpoints are contiguous, and convolutions may be channels_last."""
+    dataset, device = build.load_data(QUICK), torch.device("cpu")
+
+    def made():
+        parts = build.prepare(QUICK, dataset, device, ALONE)
+        inputs, target = next(build.train_batches(dataset, QUICK, 1))
+        parts.loss(inputs, target).backward()
+        parts.optimizer.step()
+        return parts
+
+    state, again = made().state(), made()
+    again.load(state, ALONE)
+    held = [(p, value) for p, values in again.optimizer.state.items() for value in values.values() if value.ndim]
+    assert any(not p.is_contiguous() for p, _ in held)
+    assert all(value.stride() == p.stride() for p, value in held)
+
+
 def test_heads_with_one_seed_start_equal_and_see_the_same_batches():
     dataset = build.load_data(QUICK)
     networks = {h: build.network(QUICK.override({"head": h}), dataset) for h in DEFAULT}
@@ -138,6 +158,171 @@ def test_heads_with_one_seed_start_equal_and_see_the_same_batches():
         assert torch.equal(a[0], b[0]) and torch.equal(a[0], c[0]) and torch.equal(a[1], b[1])
     other = build.network(QUICK.override({"seed": 1}), dataset).state_dict()
     assert not torch.equal(other["head.weight"], reference["head.weight"])
+
+
+# draws that follow the seed
+
+
+def test_a_run_draws_with_its_seed_unless_the_split_seed_is_set():
+    def drawn(**changes):
+        return build.load_data(Config(device="cpu", **changes))
+
+    a, b = drawn(train_fraction=0.3, seed=1), drawn(train_fraction=0.3, seed=2)
+    assert a.fingerprint() != b.fingerprint() and torch.equal(a.test.x, b.test.x)
+    assert drawn(train_fraction=0.3, seed=2, split_seed=1) is a  # read and drawn once
+    assert drawn(seed=1) is drawn(seed=2, split_seed=3)  # nothing is drawn
+    assert drawn(train_fraction=0.3, seed=2, split_seed=0).notes[-1].endswith("(train_fraction 0.3, seed 0)")
+
+
+def made_older(run):
+    """Writes a configuration as it was before there were these keys."""
+    held = json.loads((run / "config.json").read_bytes())
+    older = {k: v for k, v in held.items() if k not in ("split_seed", "mixup", "deterministic")}
+    (run / "config.json").write_text(json.dumps(older))
+
+
+def test_older_runs_drew_with_seed_0_and_are_only_taken_for_such(tmp_path):
+    config = QUICK.override({"epochs": 0, "split_seed": 0})
+    compare.compare(config, ["softmax"], 2, tmp_path, jobs=1)
+    for seed in (0, 1):
+        made_older(tmp_path / "softmax" / f"seed-{seed}")
+    before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*.safetensors")}
+    compare.compare(config, ["softmax"], 2, tmp_path, jobs=1)
+    compare.compare(config.override({"split_seed": None}), ["softmax"], 1, tmp_path, jobs=1)  # its seed is 0 as well
+    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*.safetensors")} == before
+    with pytest.raises(
+        ValueError, match="seed-1 contains a run with split_seed=0, not split_seed=null; choose another"
+    ):
+        compare.compare(config.override({"split_seed": None}), ["softmax"], 2, tmp_path, jobs=1)
+    assert runs.read_config(tmp_path / "softmax" / "seed-1") == config.override({"seed": 1})
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"train_fraction": 1.0, "seed": 3}, ""),  # nothing is drawn
+        ({"val_fraction": 0.1, "seed": 3}, "split_seed=0, not split_seed=null"),
+        ({"imbalance": 4.0}, "imbalance=4 of an older version, which did not shuffle the classes"),
+        ({"imbalance": 4.0, "seed": 3, "split_seed": 0}, "imbalance=4 of an older version"),
+    ],
+)
+def test_an_older_run_is_resumed_only_if_it_drew_the_same(changes, words, tmp_path):
+    config = QUICK.override(changes)
+    (tmp_path / "config.json").write_text(json.dumps(asdict(config)))
+    assert runs.differences(tmp_path, config) == ""
+    made_older(tmp_path)
+    found = runs.differences(tmp_path, config)
+    assert found.startswith(words) and bool(found) == bool(words)
+
+
+# mixup
+
+
+def mixed_batch(config):
+    """A batch of 32, mixed, and the other example of each pair: found in the pixels, not from the permutation."""
+    dataset = build.load_data(config)
+    inputs, target = next(build.train_batches(dataset, config.override({"batch_size": 32}), 1))
+    got, mixed = build.mixup(config, inputs, target, (1, 3))
+    others = (got - mixed.weight * inputs) / (1 - mixed.weight)
+    pairs = (others.flatten(1)[:, None] - inputs.flatten(1)).abs().amax(2)
+    assert pairs.amin(1).max() < 1e-4
+    return got, target, mixed, pairs.argmin(1)
+
+
+@pytest.mark.parametrize(
+    "head, options",
+    [("softmax", {}), ("lsoftmax", {"anneal_steps": 5}), ("gsoftmax", {"gaussians": "tracked"}), ("etf", {})],
+)
+def test_the_loss_of_mixup_is_that_of_both_targets_and_the_head_makes_one_step(head, options):
+    config = QUICK.override({"head": head, "head_options": options, "mixup": 0.7, "label_smoothing": 0.1})
+    network = build.network(config, build.load_data(config)).train()
+    inputs, target, mixed, pairs = mixed_batch(config)
+    assert sorted(pairs.tolist()) == list(range(32)) and torch.equal(mixed.target, target[pairs])
+    own, other = copy.deepcopy(network), copy.deepcopy(network)
+    a, b = (n(inputs, t, label_smoothing=0.1) for n, t in ((own, target), (other, target[pairs])))
+    w = float(mixed.weight)
+    loss = network(inputs, target, mixed, label_smoothing=0.1)
+    assert 0.05 < w < 0.95 and float((a - b).detach().abs()) > 1e-3
+    torch.testing.assert_close(loss, w * a + (1 - w) * b)
+    for part in (loss, w * a, (1 - w) * b):
+        part.backward()
+    parameters = list(network.named_parameters())
+    for (name, p), q, r in zip(parameters, own.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad + r.grad, msg=lambda text, name=name: f"{name}: {text}")
+    start = build.network(config, build.load_data(config)).state_dict()
+    for name, buffer in network.head.named_buffers():
+        assert torch.equal(buffer, own.head.get_buffer(name)), name
+        assert head == "etf" or not torch.equal(buffer, start[f"head.{name}"]), name
+
+
+def test_mixup_is_the_same_for_all_heads_and_its_weights_are_those_of_beta():
+    config = QUICK.override({"mixup": 0.4})
+    inputs, target = torch.randn(16, 3), torch.arange(16)
+
+    def mixup(position=(1, 1), rank=0, **changes):
+        found, mixed = build.mixup(config.override(changes), inputs, target, position, World(rank, 2))
+        return found, mixed.target, mixed.weight
+
+    first = mixup(head="softmax")
+    state = torch.get_rng_state()
+    for same in (mixup(head="gsoftmax", head_options={"lam": 4.0}, device="cpu"), mixup(split_seed=7)):
+        assert all(map(torch.equal, first, same))
+    for different in (mixup(seed=1), mixup(position=(1, 2)), mixup(position=(2, 1))):
+        assert not any(map(torch.equal, first, different))
+    weight_only = mixup(rank=1)  # the weight is that of the batch, the pairs are made within a process
+    assert first[2] == weight_only[2] and not torch.equal(first[1], weight_only[1])
+    assert torch.equal(state, torch.get_rng_state())  # dropout draws what it draws without mixup
+    weights = [float(mixup((epoch, batch))[2]) for epoch in range(1, 21) for batch in range(1, 41)]
+    assert scipy.stats.kstest(weights, scipy.stats.beta(0.4, 0.4).cdf).pvalue > 1e-3
+
+
+def test_a_run_with_mixup_that_stops_within_an_epoch_resumes_exactly_and_0_is_off(tmp_path, monkeypatch):
+    config = QUICK.override({"head": "lsoftmax", "mixup": 0.4, "epochs": 2, "accumulate": 2, "ema": 0.9})
+    train.train(config, tmp_path / "a")
+    with monkeypatch.context() as patched:
+        answers = iter([distributed.Watch.GO_ON] * 3 + [distributed.Watch.STOP])
+        patched.setattr(distributed.Watch, "poll", lambda self: next(answers))
+        with pytest.raises(distributed.Stopped, match="in epoch 2, after batch 2 of 6"):
+            train.train(config, tmp_path / "b")
+    train.train(config, tmp_path / "b", resume=True)
+    assert outputs(tmp_path / "a") == outputs(tmp_path / "b")
+    losses = [[row["loss"] for row in runs.read_rows(tmp_path / f)[:-1]] for f in "ab"]
+    assert losses[0] == losses[1]
+
+    off = config.override({"mixup": 0.0})
+    monkeypatch.setattr(build, "mixup", Mock(side_effect=AssertionError))
+    train.train(off, tmp_path / "off")
+    monkeypatch.setattr(
+        build.Network, "forward", lambda self, inputs, target, *_: self.head.loss(self.h(inputs), target)
+    )
+    train.train(off, tmp_path / "plain")
+    assert outputs(tmp_path / "off") == outputs(tmp_path / "plain") != outputs(tmp_path / "a")
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_cudnn_chooses_its_algorithms_by_rule_where_a_run_asks_for_it(deterministic, monkeypatch):
+    """The flags are those of the run inside it, and the user's afterwards, also where it fails."""
+    cudnn, seen = torch.backends.cudnn, []
+    users = cudnn.benchmark, cudnn.deterministic, cudnn.conv.fp32_precision
+
+    def fails(*_):
+        seen.append((cudnn.benchmark, cudnn.deterministic, cudnn.conv.fp32_precision))
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(build, "prepare", fails)
+    for before in ((False, True), (True, False)):
+        try:
+            cudnn.benchmark, cudnn.deterministic = before
+            cudnn.conv.fp32_precision = "ieee"
+            with pytest.raises(ZeroDivisionError):
+                train.train(QUICK.override({"deterministic": deterministic}))
+            assert seen.pop() == (not deterministic, deterministic, "ieee")
+            assert (cudnn.benchmark, cudnn.deterministic, cudnn.conv.fp32_precision) == (*before, "ieee")
+        finally:
+            cudnn.benchmark, cudnn.deterministic, cudnn.conv.fp32_precision = users
+
+
+# run folders and comparisons
 
 
 def test_a_run_folder_describes_itself_and_is_not_overwritten(tmp_path):
@@ -213,6 +398,8 @@ def test_compare_pairs_seeds_and_agrees_with_scipy(tmp_path):
         compare.compare(config.override({"epochs": 1}), heads, 3, tmp_path / "out")
     (table,) = differences(summary)
     assert table.title == "gsoftmax(lam=2, sigma=2) minus softmax, paired by seed" and len(verdicts(summary)) == 1
+    titles = [row[0] for row in means(summary).rows]
+    assert titles[:2] == ["error %", "error of x %"] and [row[0] for row in table.rows] == titles
     corrected = holm([rows[heads[1]]["paired"]["p"] for rows in summary["metrics"].values()])
     assert [rows[heads[1]]["paired"]["p_holm"] for rows in summary["metrics"].values()] == pytest.approx(corrected)
     assert table.note == f"p, Holm: corrected for the {len(measures.SINGLE)} tests of this comparison."

@@ -245,6 +245,35 @@ def test_run_folders_anywhere_make_a_report(tmp_path):
         report.from_runs([])
 
 
+def test_runs_of_too_many_classes_to_gather_make_a_report_of_what_they_have(tmp_path):
+    """A sharded head writes predictions instead of x, and no numbers that need x."""
+    folders = [tmp_path / f"{head}-{seed}" for head in ("softmax", "gsoftmax") for seed in (0, 1)]
+    for folder in folders:
+        head, _, seed = folder.name.partition("-")
+        fake_run(folder, head, int(seed))
+        found = load_file(folder / "outputs.safetensors")
+        save_file({"y": found["y"], "predicted": found["p"].argmax(1)}, folder / "outputs.safetensors")
+        *rows, last = runs.read_rows(folder)
+        last = {k: v for k, v in last.items() if k not in ("error_x", "nll", "ece")}
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in (*rows, last)))
+    doc = report.from_runs(folders)
+    assert list(doc["metrics"]) == ["error", "compactness", "separability", "ratio", "relative_sigma", "dprime"]
+    assert doc["notes"] == ["4 of 4 runs have no outputs: they are not in the figures"] and len(doc["verdicts"]) == 1
+    assert report.write(doc, tmp_path / "out")[0].exists()
+    del last["ratio"]
+    (folder / "metrics.jsonl").write_text(json.dumps(last) + "\n")
+    with pytest.raises(ValueError, match="must have a number for 'ratio'"):
+        report.from_runs(folders)
+
+
+def test_a_summary_from_before_there_was_a_measure_is_read(single, tmp_path):
+    summary = json.loads((single.parent / "summary.json").read_text())
+    assert list(summary["metrics"])[:2] == ["error", "error_x"]
+    del summary["metrics"]["error_x"]
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    assert "error_x" not in report.from_runs([tmp_path])["metrics"]
+
+
 def test_a_comparison_whose_runs_are_gone_still_has_its_tables(single, tmp_path):
     summary = json.loads((single.parent / "summary.json").read_text())
     doc = embedded(report.write_page(summary, tmp_path, "t"))
@@ -438,8 +467,10 @@ def test_readme_pictures_come_from_committed_results(tmp_path):
     doc = json.loads((ROOT / pictures.RESULTS).read_text("utf-8"))
     assert doc["commands"] and doc["environment"]["torch"]
     paths = pictures.draw(ROOT / pictures.RESULTS, tmp_path)
-    others = {"cost.svg", "scaling.svg", "evidence-map.svg", "evidence-forest.svg"}  # of the benchmarks and the studies
-    assert {p.name for p in paths} == {p.name for p in (ROOT / pictures.IMAGES).glob("*.svg")} - others
+    pages = [path.read_text("utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))]
+    others = {"cost.svg", "scaling.svg", "evidence-map.svg", "evidence-forest.svg", "evidence-answers.svg"}
+    assert {p.name for p in paths} | others == {p.name for p in (ROOT / pictures.IMAGES).glob("*.svg")}
+    assert all(any(name in page for page in pages) for name in others)
 
 
 def test_the_committed_playground_is_the_one_that_is_made():

@@ -114,7 +114,7 @@ class Comparison:
     """A second model against a first on the same images: differences are second minus first."""
 
     classes: dict[str, significance.Paired]  # paired over classes: the measures and the score
-    images: dict[str, significance.Paired]  # paired over images: error (multi-label: fraction of wrong labels) and nll
+    images: dict[str, significance.Paired]  # over images: error (multi-label: wrong labels), error_x (not there), nll
     mcnemar: McNemar | None  # single label only
 
 
@@ -172,10 +172,11 @@ def compare_outputs(
     (one, of_one), (two, of_two) = _analyze([a, b], min(points, MOST_POINTS // a.num_classes))
     measures = {k: significance.paired(v, two.measures[k]) for k, v in one.measures.items()}
     images = {"error": significance.paired(of_one["wrong"], of_two["wrong"])}
-    images["nll"] = significance.paired(of_one["nll"], of_two["nll"])
     exact = None
     if not one.multilabel:
+        images["error_x"] = significance.paired(of_one["wrong_x"], of_two["wrong_x"])
         exact = mcnemar(*(int((b["wrong"] > a["wrong"]).sum()) for a, b in ((of_one, of_two), (of_two, of_one))))
+    images["nll"] = significance.paired(of_one["nll"], of_two["nll"])
     return one, two, Comparison(measures, images, exact)
 
 

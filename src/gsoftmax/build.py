@@ -52,15 +52,21 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def cudnn_algorithms(deterministic: bool) -> AbstractContextManager[Any]:
+@contextmanager
+def cudnn_algorithms(deterministic: bool) -> Iterator[None]:
     """How cuDNN chooses its algorithms: by timing them, or by rule, so that results repeat exactly.
 
     Every batch has the same shape, so one timing is enough; but its outcome depends on what else the GPU is doing, and
     algorithms round differently.
     """
-    held = torch.backends.cudnn
-    options: Any = {"enabled": held.enabled, "benchmark": not deterministic, "deterministic": deterministic}
-    return held.flags(**options, benchmark_limit=held.benchmark_limit, allow_tf32=held.allow_tf32)
+    # not `torch.backends.cudnn.flags`, which also resets the precision, and fails where that was set by the newer API
+    cudnn = torch.backends.cudnn
+    before = cudnn.benchmark, cudnn.deterministic
+    cudnn.benchmark, cudnn.deterministic = not deterministic, deterministic
+    try:
+        yield
+    finally:
+        cudnn.benchmark, cudnn.deterministic = before
 
 
 @functools.lru_cache(maxsize=4)
@@ -347,6 +353,7 @@ class Parts:
         options = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=world.size > 1)
         states.set_model_state_dict(self.network, state.get("network", {}), options=options)
         states.set_optimizer_state_dict(self.network, self.optimizer, state.get("optimizer", {}), options=options)
+        _match_memory_order(self.optimizer)
         small = ("steps", "scaler", "average")
         rest = distributed.from_rank0(world, {k: state[k] for k in small if k in state})
         # set here, because sharded parameters have groups of their own: the saved groups may be others
@@ -358,6 +365,15 @@ class Parts:
             self.scaler.load_state_dict(rest["scaler"])
         if self.average is not None:
             self.average.load_state_dict(rest["average"])
+
+
+def _match_memory_order(optimizer: torch.optim.Optimizer) -> None:
+    """Brings loaded state into the memory order of its parameter (channels_last): fused optimizers require it."""
+    for parameter, held in optimizer.state.items():
+        for name, value in held.items():
+            same = isinstance(value, Tensor) and value.shape == parameter.shape
+            if same and not distributed.is_sharded(parameter) and value.stride() != parameter.stride():
+                held[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _contiguous(state: Any) -> Any:

@@ -186,7 +186,7 @@ def parser() -> argparse.ArgumentParser:
         argument("--tune", type=int, metavar="N", help="tune every head over N trials on a validation split first"),
         argument("--space", help="what --tune varies: 'lr=log(0.01,0.5) feature_scale=0.25|1' (default: both)"),
         argument("--minutes", type=float, metavar="M", help="fewer trials, if --tune would take longer than this"),
-        argument("--out", help="folder of the runs (default: runs/NAME); finished runs in it are kept"),
+        argument("--out", help="folder of the runs (default: runs/NAME or runs/NAME-tuned); finished runs are kept"),
         data,
     )
     add(
@@ -326,7 +326,7 @@ def _compare(args: argparse.Namespace) -> None:
     heads = gsoftmax.compare.split_heads(args.heads) if args.heads else None
     # One thread per run: --jobs decides how many cores are busy, and results do not depend on it.
     changes = {"threads": 1} | parse_changes(args.changes)
-    out = _folder(args.what, args.out)
+    out = _folder(args.what if args.tune is None else f"{args.what}-tuned", args.out)
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     plan: Any
     if args.tune is not None:

@@ -28,7 +28,7 @@ from .distributed import Stopped
 from .files import atomic_write, locked
 from .heads import DEFAULT, HEADS
 from .recipes import Recipe, shortened
-from .runs import folder_name, read_config, read_result
+from .runs import differences, folder_name, read_config, read_result
 from .summary import summarise
 from .train import Diverged, train
 
@@ -190,10 +190,9 @@ DIVERGED = "diverged.txt"  # in the folder of a run that may diverge, and did
 def _done(task: Task) -> bool:
     if read_result(task.out) is None and not (task.may_diverge and (task.out / DIVERGED).exists()):
         return False
-    found = read_config(task.out)
-    if found is None:
+    if read_config(task.out) is None:
         raise ValueError(f"{task.out} contains a result without config.json; choose another --out")
-    if differing := found.differences(task.config):
+    if differing := differences(task.out, task.config):
         raise ValueError(f"{task.out} contains a run with {differing}; choose another --out")
     return True
 

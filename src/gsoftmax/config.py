@@ -70,7 +70,7 @@ class Config:
     weights: str | None = None  # file of weights to start from
     feature_scale: float = 1.0  # factor on h before the head
     # head
-    head: str = "softmax"  # softmax, lsoftmax, gsoftmax or package.module:ClassName
+    head: str = "softmax"  # a head, as in `gsoftmax heads`, or package.module:ClassName
     head_options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the head
     init: str = "constant"  # or data: Gaussians from one pass over the training data before training
     zero_bias: bool = False  # start the head's bias at 0 instead of nn.Linear's random values
@@ -102,9 +102,7 @@ class Config:
     sync_batchnorm: bool = False  # with several GPUs: batch norms see the whole batch
     # the run
     seed: int = 0  # of weights, batches, augmentation and dropout
-    deterministic: bool = (
-        False  # GPU: the same result whatever else it is doing; cuDNN's algorithms by rule, not by time
-    )
+    deterministic: bool = False  # GPU: choose cuDNN's algorithms by rule, not by timing, so that results repeat
     device: str = "auto"  # cpu, cuda, cuda:1, ...; auto is a GPU where there is one
     threads: int = 0  # of the CPU; 0 is torch's default
     workers: int | None = None  # processes that read image files

@@ -58,7 +58,7 @@ MEASURES = {
 
 # What a comparison tests, in this order.
 _GEOMETRY_AND_CALIBRATION = ("compactness", "separability", "ratio", "relative_sigma", "dprime", "nll", "ece")
-SINGLE = ("error", *_GEOMETRY_AND_CALIBRATION)
+SINGLE = ("error", "error_x", *_GEOMETRY_AND_CALIBRATION)
 MULTI = ("mAP", "C_F1_mean", "O_F1", *_GEOMETRY_AND_CALIBRATION)
 
 
@@ -87,13 +87,14 @@ class _Detection(Measure):
 def ordered(keys: Iterable[str]) -> tuple[str, ...]:
     """The measures that a comparison tests: those of single-label or multi-label data, then detection.
 
-    keys: of its results
+    keys: of its results; a measure that they lack is left out, such as NLL where the head was too large to gather x
 
-    >>> ordered(["seconds", "error", "ood_energy digits", "nll"])[-2:]
-    ('ece', 'ood_energy digits')
+    >>> ordered(["seconds", "nll", "error", "ood_energy digits"])
+    ('error', 'nll', 'ood_energy digits')
     """
     keys = list(keys)
-    return (*(MULTI if "mAP" in keys else SINGLE), *(k for k in keys if k.startswith("ood_")))
+    fixed = MULTI if "mAP" in keys else SINGLE
+    return (*(k for k in fixed if k in keys), *(k for k in keys if k.startswith("ood_")))
 
 
 def headline(multilabel: bool) -> Measure:

@@ -730,8 +730,8 @@ def export(model: Model, path: str | os.PathLike[str]) -> None:
         raise ValueError(f"path must end in {' or '.join(SUFFIXES)}, got {path.name!r}")
     head = model.network.head
     if type(head) not in heads.HEADS.values():
-        known = ", ".join(heads.HEADS)
-        raise ValueError(f"a head to export must be one of {known}, got {type(head).__name__}, a head of your own")
+        name = type(head).__name__
+        raise ValueError(f"head to export must be a built-in one, see `gsoftmax heads`, got {name}, a head of your own")
     if suffix == ".onnx":
         for package in ("onnx", "onnxscript"):
             if importlib.util.find_spec(package) is None:

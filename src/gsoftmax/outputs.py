@@ -38,7 +38,7 @@ from .messages import first_line
 from .metrics import check_probabilities
 from .runs import read_environment
 
-__all__ = ["Outputs", "open_outputs"]
+__all__ = ["Outputs", "has_outputs", "open_outputs"]
 
 ALIASES = {
     "x": ("x", "logits"),
@@ -158,6 +158,15 @@ class Outputs:
             if fractional.any():
                 raise ValueError(f"y must be whole numbers (class indices), got {y[fractional][0]}")
         return y.astype(np.int64)
+
+
+def has_outputs(run: Path) -> bool:
+    """Whether a run folder has x of every row: a sharded head with too many classes to gather writes only predictions.
+
+    run: folder of a finished run
+    """
+    path = run / "outputs.safetensors"
+    return path.exists() and "x" in _Safetensors(path).shapes
 
 
 def open_outputs(

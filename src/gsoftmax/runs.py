@@ -152,9 +152,19 @@ def finished(run: str | os.PathLike[str], config: Config, resume: bool) -> dict[
 
 def check_config(run: Path, config: Config) -> None:
     """Raises if the folder contains a run with another configuration."""
-    found = read_config(run)
-    if found is not None and (differing := found.differences(config)):
+    if differing := differences(run, config):
         raise ValueError(f"{run} contains a run with {differing}")
+
+
+def differences(run: Path, config: Config) -> str:
+    """What decides the result and differs between the run of a folder and a configuration; empty if there is no run."""
+    found = read_config(run)
+    if found is None:
+        return ""
+    if found.imbalance > 1 and "split_seed" not in json.loads((run / "config.json").read_bytes()):
+        older = f"imbalance={found.imbalance:g} of an older version, which did not shuffle the classes"
+        return found.differences(config) or older
+    return found.differences(config)
 
 
 def remove_checkpoints(run: Path) -> None:

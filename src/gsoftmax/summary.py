@@ -150,8 +150,12 @@ def _worth(summary: Mapping[str, Any], told: Mapping[str, Any]) -> Table | None:
     rows = []
     for name, head in told["heads"].items():
         tuned, untuned = (np.array(v) for v in (summary["metrics"][told["measure"]][name]["values"], head["untuned"]))
-        if len(tuned) < 2 or len(untuned) < len(tuned):
+        if len(tuned) < 2 or not any(of["untuned"] for of in told["heads"].values()):
             return None
+        if len(untuned) < len(tuned):
+            lost = f"{len(tuned) - len(untuned)} of {len(tuned)} diverged"
+            rows.append((name, lost, plus_minus(float(tuned.mean()), float(tuned.std(ddof=1))), None, None, None))
+            continue
         test = asdict(significance.paired(untuned, tuned))
         rows.append(
             (

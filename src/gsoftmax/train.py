@@ -121,7 +121,11 @@ class Run:
                 mixed = None
                 if config.mixup:
                     inputs, mixed = build.mixup(config, inputs, target, (epoch, i), self.world)
-                loss = self.backward((inputs, target, mixed), last, rows)
+                try:
+                    loss = self.backward((inputs, target, mixed), last, rows)
+                except ValueError:
+                    self.check_finite()  # a loss refuses Gaussians that are not finite: that is a divergence
+                    raise
                 self.seen += rows
                 if self.progress is not None and self.device.type == "cpu":
                     self.show(i, loss.item())

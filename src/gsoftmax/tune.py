@@ -41,6 +41,7 @@ __all__ = ["Domain", "Tuning", "default_space", "parse_space", "tune"]
 FIRST_SEED = 1_000_000  # of the trials: a comparison's own seeds are below it
 ROUNDS = 3  # of successive halving: 1, 2 and 4 seeds
 SWEEP, SWEEP_SEEDS = 5, 2  # values of a range that the sweep of a key tries, and seeds of each
+PLAN = "tuning-plan.json"  # what a folder is for
 VAL_FRACTION = 0.2  # of the training split, where the data has no validation split
 
 
@@ -58,7 +59,11 @@ class Domain:
 
     @classmethod
     def parse(cls, key: str, text: str) -> Domain:
-        """A domain from its text: `log(low, high)`, `uniform(low, high)` or `a|b|c`."""
+        """A domain from its text.
+
+        key: named in errors
+        text: `log(low, high)`, `uniform(low, high)` or `a|b|c`
+        """
         if match := re.fullmatch(r"(log|uniform)\((.*)\)", text.strip()):
             ends = tuple(parse_value(part.strip()) for part in match[2].split(","))
             good = len(ends) == 2 and all(type(end) in (int, float) and math.isfinite(end) for end in ends)
@@ -72,7 +77,10 @@ class Domain:
         return cls(text, "choice", choices)
 
     def at(self, u: float) -> Any:
-        """The value at u in [0, 1), to four significant digits."""
+        """A value, to four significant digits.
+
+        u: its place in the domain, from 0 to 1
+        """
         if self.scale == "choice":
             return self.values[min(int(u * len(self.values)), len(self.values) - 1)]
         low, high = self.values
@@ -108,7 +116,10 @@ def parse_space(text: str) -> dict[str, Domain]:
 
 
 def default_space(base: Config) -> dict[str, Domain]:
-    """Learning rate and scale of the features around those of a configuration."""
+    """Learning rate and scale of the features, around those of a configuration.
+
+    base: the configuration
+    """
     rate, scale = base.lr or 0.1, base.feature_scale or 1.0
     text = f"lr=log({rate / 8:.4g},{rate * 8:.4g}) feature_scale=log({scale / 4:.4g},{scale * 4:.4g})"
     return parse_space(text)
@@ -190,6 +201,7 @@ class Tuning:
             validation = {"val_fraction": VAL_FRACTION}
         self.validation = validation | {"evaluate_on": "val", "train_geometry": False, "ood": None}
         self.trials = {name: self._draw(name, trials) for name in self.defaults}
+        self._check_folder(trials)
         everything = {f"{name} trial {t.index}": t.config for name, found in self.trials.items() for t in found}
         Comparison(everything, [FIRST_SEED], out, data_root)  # raises for a setting that cannot be built
 
@@ -208,6 +220,18 @@ class Tuning:
             for i, point in enumerate(points)
         ]
 
+    def _check_folder(self, trials: int) -> None:
+        """Raises if the folder holds another tuning, or runs of no tuning: results of different plans do not mix."""
+        self.plan = {"trials": trials, "space": {key: domain.text for key, domain in self.space.items()}}
+        path = self.out / PLAN
+        if path.exists():
+            found = json.loads(path.read_text("utf-8"))
+            for key, value in self.plan.items():
+                if found.get(key) != value:
+                    raise ValueError(f"{self.out} contains a tuning with {key}={found.get(key)}; choose another --out")
+        elif (self.out / "summary.json").exists():
+            raise ValueError(f"{self.out} contains a comparison without tuning; choose another --out")
+
     # ------------------------------------------------------------------------------------------------------- running
 
     def planned(self, trials: int) -> int:
@@ -225,6 +249,7 @@ class Tuning:
         jobs, progress: as in `Comparison.run`
         """
         with locked(self.out):
+            atomic_write(self.out / PLAN, json.dumps(self.plan, indent=2))
             asked = len(next(iter(self.trials.values())))
             self._fit_budget(jobs, progress)
             kept = {name: list(found) for name, found in self.trials.items()}
@@ -316,7 +341,7 @@ class Tuning:
                 tasks.append(Task(config.override(trial.settings), chosen, self.data_root))
                 if trial.index and self.untuned:
                     untuned = self.out / "untuned" / folder_name(name) / f"seed-{seed}"
-                    tasks.append(Task(config, untuned, self.data_root))
+                    tasks.append(Task(config, untuned, self.data_root, may_diverge=True))
         return tasks
 
     def _told(

@@ -89,7 +89,7 @@ def long_tail(y: Tensor, factor: float, seed: int) -> np.ndarray:
 
     >>> y = torch.arange(3).repeat_interleave(100)
     >>> [torch.bincount(y[long_tail(y, 100.0, seed=s)]).tolist() for s in (0, 1)]
-    [[100, 10, 1], [1, 100, 10]]
+    [[10, 1, 100], [1, 10, 100]]
     """
     labels = y.cpu().numpy()
     classes, counts = np.unique(labels, return_counts=True)

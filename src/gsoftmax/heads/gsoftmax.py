@@ -16,7 +16,7 @@ from .softmax import SoftmaxHead
 
 
 class GSoftmaxHead(SoftmaxHead):
-    """Linear layer and G-softmax cross entropy: `SoftmaxHead` with a Gaussian per output.
+    """G-softmax (Luo et al. 2020): softmax cross entropy of x plus a Gaussian term, with a Gaussian per output.
 
     in_features, num_classes, bias, form, impl, h and target as in `SoftmaxHead`; lam, mu, sigma, gaussians and
     gaussian_options (momentum, sigma_min, lr_mult, log_sigma) as in `GaussianLogits`.

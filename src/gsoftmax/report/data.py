@@ -28,7 +28,7 @@ import os
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ import numpy as np
 from .. import geometry, measures, significance
 from ..analyze import MOST_POINTS, Analysis, Comparison, analyze, class_gaussians
 from ..messages import first_line
+from ..outputs import has_outputs
 from ..runs import environment, folder_name, read_config, read_environment, read_result, read_rows
 from ..summary import correct, summary_of, verdicts
 from ..tables import p_value, plain, signed
@@ -76,7 +77,7 @@ def from_runs(paths: Sequence[str | os.PathLike[str]], title: str | None = None)
         config, result = read_config(folder), read_result(folder)
         if config is None or result is None:
             raise ValueError(f"{folder} contains neither a finished run nor a comparison")
-        for m in (*measures.ordered(result), "seconds"):
+        for m in (*_checked(result, "mAP" in result), "seconds"):
             if not _is_number(result.get(m)):
                 raise ValueError(f"the last line of {folder / 'metrics.jsonl'} must have a number for {m!r}")
         data[config.data] = None
@@ -106,7 +107,7 @@ def _read_summary(path: Path) -> dict[str, Any]:
             raise ValueError("heads must be names and seeds whole numbers")
         if any(folder_name(h) in ("", ".", "..") for h in heads):
             raise ValueError("a head's name leads out of the folder")
-        for metric in measures.MULTI if summary["multilabel"] else measures.SINGLE:
+        for metric in _checked(metrics, bool(summary["multilabel"])):
             for head in heads:
                 row = metrics[metric][head]
                 if len(row["values"]) != len(seeds) or not all(map(_is_number, [row["mean"], *row["values"]])):
@@ -124,6 +125,11 @@ def _read_summary(path: Path) -> dict[str, Any]:
     return summary
 
 
+def _checked(keys: Iterable[str], multilabel: bool) -> list[str]:
+    """The measures among the keys, and those that verdicts need."""
+    return list(dict.fromkeys((measures.headline(multilabel).key, *PAPER, *measures.ordered(keys))))
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
@@ -135,7 +141,7 @@ def _from_runs(summary: Mapping[str, Any], runs: Mapping[tuple[str, int], Path],
     doc["metrics"] = with_intervals(summary["metrics"])
     if summary.get("tuning"):
         doc["tuning"], doc["trials"] = summary["tuning"], _trials(summary["tuning"])
-    ready = {key: run for key, run in runs.items() if (run / "outputs.safetensors").exists()}
+    ready = {key: run for key, run in runs.items() if has_outputs(run)}
     if len(ready) < len(runs):
         doc["notes"].append(
             f"{len(runs) - len(ready)} of {len(runs)} runs have no outputs: they are not in the figures"
@@ -214,8 +220,8 @@ def from_analysis(
     both = [first] if second is None else [first, second]
     heads = [a.name for a in both]
     doc = blank(title or " against ".join(reversed(heads)), "analyze", heads, [0], first.multilabel)
-    order = measures.MULTI if first.multilabel else measures.SINGLE
     averages = {a.name: {**a.metrics, **a.geometry.average()} for a in both}
+    order = measures.ordered(averages[first.name])
     extra = [k for k in first.metrics if k not in order]
     for metric in (*order, *extra):
         scale = measures.find(metric).scale

@@ -43,8 +43,11 @@ def over_images(doc: Mapping[str, Any]) -> Table | None:
     found = doc.get("over_images")
     if not found:
         return None
-    names = {"error": "labels wrong, points" if doc["multilabel"] else "error, points", "nll": "NLL"}
-    rows = [(names[k], *paired_cells(d, 100.0 if k == "error" else 1.0)) for k, d in found["paired"].items()]
+    rows = []
+    for key, test in found["paired"].items():
+        measure = measures.find("hamming" if key == "error" and doc["multilabel"] else key)
+        label = f"{measure.label}, points" if measure.percent else measure.label
+        rows.append((label, *paired_cells(test, measure.scale)))
     note = ""
     if (exact := found.get("mcnemar")) is not None:
         note = (
