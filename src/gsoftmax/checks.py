@@ -28,6 +28,17 @@ class Options(NamedTuple):
     label_smoothing: float = 0.0
 
 
+class LabelOptions(NamedTuple):
+    """The options of `multilabel_cross_entropy`, with its defaults."""
+
+    form: str = "paired"
+    weight: Tensor | None = None  # (L,), of the labels
+    pos_weight: Tensor | None = None  # (L,), of the labels that are present
+    ignore_index: int = -100
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+
+
 # The largest float16 is 65504, and dz/dx = 1 + lam * phi(u) / sigma: below this sigma the gradient would not fit.
 _HALF_SIGMA_MIN = 1e-5
 
