@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import checks, equations
-from .softmax import SoftmaxHead
+from .. import checks
+from .cosface import CosFaceHead
 
 
-class ArcFaceHead(SoftmaxHead):
+class ArcFaceHead(CosFaceHead):
     """ArcFace (Deng et al. 2019): x = scale cos(angle); in training the margin is added to the true class's angle.
 
     theta is the angle between h and the weights of a class, whose lengths do not matter.
@@ -33,11 +32,6 @@ class ArcFaceHead(SoftmaxHead):
     [6.0, 4.144]
     """
 
-    has_bias = False
-    multilabel = False
-    reuses_weight = False
-    needs_target = True
-
     def __init__(
         self,
         in_features: int,
@@ -48,42 +42,13 @@ class ArcFaceHead(SoftmaxHead):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if scale is None:
-            scale = equations.cosine_scale(num_classes)
-        scale = checks.check_number("scale", scale, positive=True)
         margin = checks.check_number("margin", margin, math.pi)
-        super().__init__(in_features, num_classes, bias=False, device=device, dtype=dtype)
-        self.scale, self.margin = scale, margin
+        super().__init__(in_features, num_classes, scale=scale, margin=margin, device=device, dtype=dtype)
 
-    def linear_input(self, h: Tensor) -> Tensor:
-        return equations.unit(h)
-
-    def linear_weights(self) -> tuple[Tensor, Tensor | None]:
-        return self.scale * equations.unit(self.weight.to(checks.compute_dtype(self.weight))), None
-
-    def features(self, h: Tensor) -> Tensor:
-        with torch.autocast(h.device.type, enabled=False):
-            return super().features(h.to(checks.compute_dtype(h)))
-
-    def forward(self, h: Tensor, target: Tensor | None = None, *, ignore_index: int = -100) -> Tensor:
-        x = self.features(h)
-        if target is None or not self.training:
-            return x
-        flat, rows, _ = checks.flatten_linear(h, self.weight, target, None)
-        checks.check_true_classes(flat, rows, self.num_classes, ignore_index)
-        z = x.reshape(-1, self.num_classes)
-        logit = self.scale * self._with_margin(equations.target_logits(z, rows, ignore_index) / self.scale)
-        return equations.with_target_logit(z, rows, logit, ignore_index).view(x.shape)
-
-    def _with_margin(self, cos: Tensor) -> Tensor:
+    def with_margin(self, x: Tensor) -> Tensor:
+        cos = x / self.scale
         # The slope of the sine in the cosine is infinite at theta = 0 and pi, and rounding may leave a cosine beyond 1:
         # below the resolution of the dtype the sine is constant.
         sin = (1 - cos * cos).clamp_min(torch.finfo(cos.dtype).eps).sqrt()
         added = cos * math.cos(self.margin) - sin * math.sin(self.margin)
-        return torch.where(cos > -math.cos(self.margin), added, cos - self.margin * math.sin(self.margin))
-
-    def loss(self, h: Tensor, target: Tensor, **options: Any) -> Tensor:
-        return self._cross_entropy(h, target, options)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, scale={self.scale:g}, margin={self.margin:g}"
+        return self.scale * torch.where(cos > -math.cos(self.margin), added, cos - self.margin * math.sin(self.margin))

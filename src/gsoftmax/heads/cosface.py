@@ -67,8 +67,12 @@ class CosFaceHead(SoftmaxHead):
         flat, rows, _ = checks.flatten_linear(h, self.weight, target, None)
         checks.check_true_classes(flat, rows, self.num_classes, ignore_index)
         z = x.reshape(-1, self.num_classes)
-        logit = equations.target_logits(z, rows, ignore_index) - self.scale * self.margin
+        logit = self.with_margin(equations.target_logits(z, rows, ignore_index))
         return equations.with_target_logit(z, rows, logit, ignore_index).view(x.shape)
+
+    def with_margin(self, x: Tensor) -> Tensor:
+        """The true class's x with the margin."""
+        return x - self.scale * self.margin
 
     def loss(self, h: Tensor, target: Tensor, **options: Any) -> Tensor:
         return self._cross_entropy(h, target, options)
