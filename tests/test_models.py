@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import onnxruntime
+import processes
 import pytest
 import torch
 from PIL import Image
@@ -518,9 +519,7 @@ def test_train_predict_evaluate_and_export_on_the_command_line(pictures, tmp_pat
     """Each command in a process of its own; the checks compute the same from the arrays."""
 
     def command(*words, status=0):
-        done = subprocess.run(
-            [sys.executable, "-m", "gsoftmax", *map(str, words)], cwd=tmp_path, capture_output=True, text=True
-        )
+        done = processes.Program(processes.gsoftmax, *map(str, words), cwd=tmp_path).wait()
         assert done.returncode == status, done.stderr
         return done.stdout, done.stderr
 
