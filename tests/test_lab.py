@@ -175,7 +175,8 @@ def test_a_run_draws_with_its_seed_unless_the_split_seed_is_set():
 
 
 def made_older(run):
-    """Writes a configuration as it was before there were these keys."""
+    """Writes a configuration as it was before there were these keys, and no checksums."""
+    (run / "SHA256SUMS").unlink(missing_ok=True)
     held = json.loads((run / "config.json").read_bytes())
     older = {k: v for k, v in held.items() if k not in ("split_seed", "mixup", "deterministic")}
     (run / "config.json").write_text(json.dumps(older))

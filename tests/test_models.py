@@ -96,7 +96,7 @@ def test_a_finished_run_keeps_one_model_file_and_nothing_to_resume_from(trained,
     trained("tracked, averaged")
     run = folder / "tracked, averaged"
     files = {p.relative_to(run).as_posix() for p in run.rglob("*") if "tensorboard" not in p.parts and p.is_file()}
-    assert files == {f"{n}.json" for n in ("config", "environment")} | {"metrics.jsonl"} | {
+    assert files == {f"{n}.json" for n in ("config", "environment")} | {"metrics.jsonl", "SHA256SUMS"} | {
         f"{n}.safetensors" for n in ("model", "outputs")
     }
     with safe_open(run / "model.safetensors", "pt") as file:

@@ -35,7 +35,7 @@ import torch
 from safetensors.torch import load_file, safe_open, save_file
 
 import gsoftmax
-from gsoftmax import backbones, cli, data, heads, recipes, report, tables, train
+from gsoftmax import backbones, cli, data, files, heads, recipes, report, tables, train
 from gsoftmax.analyze import analyze
 from gsoftmax.config import Config
 from gsoftmax.data import cifar
@@ -792,6 +792,165 @@ def test_a_summary_cannot_lead_out_of_its_folder(head, tmp_path):
         report.from_runs([tmp_path])
 
 
+# ----------------------------------------------------------------------------------------------- folders of strangers
+
+QUICK = ["epochs=2", "batch_size=512", "train_fraction=0.5", "threads=1"]
+EVERY_FILE = ["report.html", "tables.md", "tables.tex", "tables/every-class.csv", "metrics.jsonl", "environment.json"]
+EVERY_FILE += ["config.json", "SHA256SUMS", "figures/x-against-p.svg"]
+
+
+@pytest.fixture
+def victim(tmp_path):
+    """A file that nobody named; it must not have changed when the test ends."""
+    path = tmp_path / "victim"
+    path.write_text("alias ls='ls --color'\n")
+    path.chmod(0o640)
+    yield path
+    assert path.read_text() == "alias ls='ls --color'\n" and path.stat().st_mode & 0o777 == 0o640
+
+
+@pytest.fixture
+def stranger(model_file, tmp_path) -> Path:
+    """A finished run whose first class is named like a command."""
+    run = tmp_path / "run"
+    shutil.copytree(model_file.parent, run)
+    described = json.loads((run / "environment.json").read_text())
+    described["data"]["classes"][0] = "; touch marker #"
+    (run / "environment.json").write_text(json.dumps(described))
+    (run / "SHA256SUMS").unlink()
+    return run
+
+
+def one_line(capsys, *words: object) -> str:
+    """What a command says when it refuses."""
+    assert cli.main([str(word) for word in words]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and err.startswith("gsoftmax: "), err
+    return err
+
+
+@pytest.mark.parametrize("suffix", ["", ".partial"])
+def test_a_report_follows_no_link_in_the_folder_of_a_run(suffix, stranger, victim, capsys):
+    """`report` writes into the run folder by default; the names of its files can be guessed."""
+    (stranger / "tables").mkdir()
+    (stranger / "figures").mkdir()
+    for name in EVERY_FILE if suffix else EVERY_FILE[:4] + EVERY_FILE[-1:]:
+        (stranger / f"{name}{suffix}").symlink_to(victim)
+    assert cli.main(["report", str(stranger)]) == 0
+    assert "; touch marker #" in (stranger / "tables/every-class.csv").read_text()
+    assert not (stranger / "tables/every-class.csv").is_symlink() and not (stranger / "report.html").is_symlink()
+
+
+@pytest.mark.parametrize("name", ["tables", "figures"])
+def test_a_linked_folder_of_a_run_is_not_written_to(name, stranger, tmp_path, capsys):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (stranger / name).symlink_to(elsewhere)
+    assert f"{stranger / name} is a link to another folder" in one_line(capsys, "report", stranger)
+    assert not list(elsewhere.iterdir())
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_a_linked_lock_overwrites_nothing(link, half_a_run, stranger, victim, tmp_path, capsys):
+    run = tmp_path / "half"
+    shutil.copytree(half_a_run, run)
+    for folder in (run, stranger):
+        (folder / ".lock").unlink(missing_ok=True)
+        link(victim, folder / ".lock")
+    words = "is a link, which is not followed" if link is os.symlink else "is another name of some file"
+    assert words in one_line(capsys, "train", "digits", *QUICK, "--resume", "--out", run)
+    options = ["epochs=1", *QUICK[1:], "head=gsoftmax", "--resume", "--out"]
+    (stranger / "checkpoint").mkdir()
+    assert words in one_line(capsys, "train", "digits", *options, stranger)
+    assert (stranger / "checkpoint").exists()
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "tensorboard"])
+def test_linked_folders_of_a_run_are_not_resumed_from(name, half_a_run, tmp_path, capsys):
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    shutil.copytree(half_a_run, run)
+    (run / name).rename(elsewhere) if (run / name).exists() else elsewhere.mkdir()
+    (run / name).symlink_to(elsewhere)
+    before = sorted(elsewhere.rglob("*"))
+    assert f"{run / name} is a link" in one_line(capsys, "train", "digits", *QUICK, "--resume", "--out", run)
+    assert sorted(elsewhere.rglob("*")) == before
+
+
+def test_links_among_the_files_of_a_run_are_replaced(half_a_run, victim, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(half_a_run, run)
+    for name in ("model.safetensors", "outputs.safetensors", "SHA256SUMS"):
+        (run / name).symlink_to(victim)
+    rows = (run / "metrics.jsonl").read_bytes()
+    (run / "metrics.jsonl").unlink()
+    (tmp_path / "rows").write_bytes(rows)
+    (run / "metrics.jsonl").symlink_to(tmp_path / "rows")
+    assert cli.main(["train", "digits", *QUICK, "--resume", "--out", str(run)]) == 0
+    assert (tmp_path / "rows").read_bytes() == rows
+    assert not any(path.is_symlink() for path in run.rglob("*"))
+
+
+def test_a_comparison_does_not_leave_its_folder(tmp_path, capsys):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all" / "gsoftmax").symlink_to(elsewhere)
+    words = ["compare", "digits", "--heads", "softmax,gsoftmax", "--seeds", "1", "--out", tmp_path / "all"]
+    assert f"{tmp_path / 'all' / 'gsoftmax'} is a link" in one_line(capsys, *words, *QUICK)
+    assert not list(elsewhere.iterdir()) and [p.name for p in (tmp_path / "all").iterdir()] == ["gsoftmax"]
+
+
+def test_only_our_own_leftovers_are_removed(tmp_path, victim):
+    ours, old, link = (tmp_path / f".gsoftmax-{digit * 16}.partial" for digit in "abc")
+    for folder in (ours, old):
+        folder.mkdir()
+        (folder / "report.html").write_text("half")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "kept").touch()
+    link.symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "download.partial").write_text("somebody else's")
+    for path in (old / "report.html", old):
+        os.utime(path, (1, 1))
+    files.atomic_write(tmp_path / "new", "text")  # another process may still be writing there
+    assert ours.exists() and not old.exists()
+    files.remove_leftovers(tmp_path)
+    kept = {"victim", "new", "elsewhere", "download.partial", link.name}
+    assert {p.name for p in tmp_path.iterdir()} == kept and (tmp_path / "elsewhere" / "kept").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "environment.json", "metrics.jsonl", "SHA256SUMS"])
+def test_a_pipe_in_the_folder_of_a_run_is_refused(name, stranger, capsys):
+    (stranger / name).unlink(missing_ok=True)
+    os.mkfifo(stranger / name)
+    assert f"{name}" in (err := one_line(capsys, "report", stranger)) and "not a regular file" in err
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_files_have_the_permissions_of_any_new_file(umask, tmp_path, capsys):
+    before = os.umask(umask)
+    try:
+        words = [
+            "compare",
+            "digits",
+            "--heads",
+            "softmax",
+            "--seeds",
+            "1",
+            "--jobs",
+            "1",
+            "--out",
+            str(tmp_path / "all"),
+        ]
+        assert cli.main([*words, *QUICK, "epochs=1"]) == 0
+        assert cli.main(["report", str(tmp_path / "all"), "--tables", "csv,md"]) == 0
+    finally:
+        os.umask(before)
+    run = tmp_path / "all/softmax/seed-0"
+    ours = [p for p in (tmp_path / "all").rglob("*") if p.is_file() and "tensorboard" not in p.parts]
+    assert {run / "outputs.safetensors", run / "model.safetensors", tmp_path / "all/report.html"} < set(ours)
+    assert {p.stat().st_mode & 0o777 for p in ours} == {0o666 & ~umask}
+
+
 # ------------------------------------------------------------------------------------------------- the source itself
 
 
@@ -799,7 +958,12 @@ def calls(path: Path):
     """(line, dotted name, keywords) of every call in a file."""
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Call):
-            yield node.lineno, ast.unparse(node.func), {k.arg: ast.unparse(k.value) for k in node.keywords}
+            name, keywords = ast.unparse(node.func), {k.arg: ast.unparse(k.value) for k in node.keywords}
+            if name in ("open", "os.fdopen"):
+                keywords |= dict(zip(("path", "mode"), map(ast.unparse, node.args), strict=False))
+            elif node.args:
+                keywords["path"] = " ".join(map(ast.unparse, node.args))
+            yield node.lineno, name, keywords
 
 
 def forbidden(name: str, keywords: dict[str | None, str]) -> str | None:
@@ -825,6 +989,10 @@ def forbidden(name: str, keywords: dict[str | None, str]) -> str | None:
         return "runs a shell"
     if name in ("tempfile.mktemp",) or last == "urlopen" or name.startswith("requests."):
         return "a name anyone can guess, or the network"
+    writes = {"open": keywords.get("mode", "r"), "write_text": "w", "write_bytes": "w", "touch": "w", "savez": "w"}
+    writes |= dict.fromkeys(("savez_compressed", "save_file", "mkstemp", "mkdtemp", "NamedTemporaryFile"), "w")
+    if set(writes.get(last, "r")) & set("wax+") and "partial" not in f"{name} {keywords.get('path')}":
+        return "writes a file itself"
     if last == "Markup" and not name.startswith("markupsafe.escape"):
         return "unescaped"
     return None
@@ -832,15 +1000,17 @@ def forbidden(name: str, keywords: dict[str | None, str]) -> str | None:
 
 ALLOWED = {  # (file, why)
     ("report/page.py", "unescaped"),  # JSON escaped for a script, and our own files
+    ("files.py", "writes a file itself"),  # on behalf of all others
+    ("data/smoke.py", "writes a file itself"),  # into a new temporary folder
     ("completion.py", "runs a shell"),  # the name of the shell that a completion script is for
 }
 
 
 def test_the_source_has_no_dangerous_call():
     found = []
-    files = sorted(SOURCE.rglob("*.py"))
-    assert len(files) > 30
-    for path in files:
+    paths = sorted(SOURCE.rglob("*.py"))
+    assert len(paths) > 30
+    for path in paths:
         name = path.relative_to(SOURCE).as_posix()
         for line, call, keywords in calls(path):
             why = forbidden(call, keywords)
@@ -864,6 +1034,7 @@ def test_the_only_unpickler_is_the_restricted_one():
         "eval(x)", "exec(x)", "pickle.load(f)", "torch.load(f)", "torch.load(f, weights_only=False)", "np.load(f)",
         "numpy.load(f, allow_pickle=True)", "np.lib.format.read_array(s)", "yaml.load(s)", "tar.extractall(x)",
         "tar.extract(m)", "os.system(x)", "subprocess.run(x, shell=True)", "tempfile.mktemp()", "Markup(x)",
+        "open(path, 'a')", "open(path, mode='wb')", "path.write_text(x)", "save_file(held, path)", "np.savez(path, x)",
     ],
 )  # fmt: skip
 def test_the_source_scan_finds_dangerous_calls(line, tmp_path):

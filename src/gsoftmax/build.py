@@ -10,12 +10,15 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import hashlib
 import inspect
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,9 +29,10 @@ from torch import Tensor, nn
 from . import backbones, distributed, heads, schedules, sharded
 from . import data as data_room
 from .config import Config
-from .data import Dataset, Subset
+from .data import DataError, Dataset, Subset
 from .data.seeded import mix, shuffled
 from .distributed import ALONE, World
+from .files import sha256
 from .gaussians import param_groups
 from .messages import first_line, unknown
 
@@ -99,6 +103,34 @@ def load_data(config: Config, root: str | os.PathLike[str] | None = None) -> Dat
     what = (config.image_size, config.check)
     random = subset.is_random(read_cached(config.data, place, *what).data)
     return load_cached(config.data, place, device, *what, subset, config.draw_seed if random else 0)
+
+
+@functools.lru_cache(maxsize=64)
+def _fingerprint(spec: str, root: str | None, image_size: int | None, check: bool) -> str:
+    return read_cached(spec, root, image_size, check).data.fingerprint()
+
+
+def fingerprints(config: Config, root: str | os.PathLike[str] | None = None) -> dict[str, str]:
+    """SHA-256 of everything outside a configuration that decides a run's result, by the configuration's key.
+
+    config, root: as in `load_data`
+    The datasets, the file of initial weights, and the module of a head of your own.  A dataset that is not there is
+    left out: nothing can have been computed from another one.
+    """
+    found, place = {}, None if root is None else os.fspath(root)
+    with suppress(DataError):
+        found["data"] = _fingerprint(config.data, place, config.image_size, config.check)
+    with suppress(DataError):
+        others = [_fingerprint(spec, place, None, True) for spec in (config.ood or "").split()]
+        if others:
+            found["ood"] = hashlib.sha256(" ".join(others).encode()).hexdigest()
+    if config.weights is not None and os.path.isfile(config.weights):
+        found["weights"] = sha256(Path(config.weights))
+    if ":" in config.head:
+        source = getattr(sys.modules[heads.find(config.head).__module__], "__file__", None)
+        if source is not None:
+            found["head"] = sha256(Path(source))
+    return found
 
 
 def train_batches(

@@ -25,7 +25,7 @@ from . import build, measures
 from .config import Config, parse_head
 from .data import Dataset
 from .distributed import Stopped
-from .files import atomic_write, locked
+from .files import atomic_write, locked, refuse_link
 from .heads import DEFAULT, HEADS
 from .recipes import Recipe, shortened
 from .runs import differences, folder_name, read_config, read_result
@@ -71,6 +71,8 @@ class Comparison:
             for name, config in configs.items()
         ]
         _validate(list(configs.values()), self.dataset)
+        for task in self.tasks:
+            refuse_link(task.out.parent, task.out)
 
     def run(self, jobs: int | None = None, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
         """Trains what is not done yet and returns the summary.
@@ -192,7 +194,7 @@ def _done(task: Task) -> bool:
         return False
     if read_config(task.out) is None:
         raise ValueError(f"{task.out} contains a result without config.json; choose another --out")
-    if differing := differences(task.out, task.config):
+    if differing := differences(task.out, task.config, build.fingerprints(task.config, task.data_root)):
         raise ValueError(f"{task.out} contains a run with {differing}; choose another --out")
     return True
 

@@ -44,7 +44,7 @@ from .data.core import read_lines
 from .data.images import ImageFiles, cores, list_images, read_files
 from .data.tables import read_npz
 from .export import fold, to_onnx, to_program
-from .files import atomic_file, atomic_write
+from .files import atomic_file, atomic_write, verify
 from .layout import split_outputs
 from .messages import first_line
 from .runs import read_result, save_tensors
@@ -247,6 +247,7 @@ def load(
         from safetensors import safe_open
     except ImportError:
         raise ValueError(f"models are read with safetensors, {_INSTALL}") from None
+    verify(path)
     where = build.pick_device(str(device))
     cls = heads.find(head) if isinstance(head, str) else head
     try:

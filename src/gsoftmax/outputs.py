@@ -33,6 +33,7 @@ import numpy as np
 import torch
 from torch.nn.functional import logsigmoid
 
+from .files import verify
 from .functional import gsoftmax_logits
 from .messages import first_line
 from .metrics import check_probabilities
@@ -184,6 +185,8 @@ def open_outputs(
         path = path / "outputs.safetensors"
     if not path.exists():
         raise ValueError(f"{path} does not exist")
+    if path.name == "outputs.safetensors":
+        verify(path)
     readers: dict[str, Any] = {".npz": _Npz, ".safetensors": _Safetensors, ".csv": _Csv}
     if path.suffix.lower() not in readers:
         raise ValueError(f"outputs must be a run folder or a file that ends in {', '.join(readers)}, got {path.name}")

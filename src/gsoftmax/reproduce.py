@@ -118,8 +118,8 @@ def label(recipe: Recipe, run: Path) -> str:
 
     recipe, run: the row, and the folder of a run
     """
-    name = read_environment(run).get("data", {}).get("name", "")
-    if str(name).endswith("(smoke)"):
+    data = read_environment(run).get("data")
+    if isinstance(data, dict) and str(data.get("name")).endswith("(smoke)"):
         return "smoke"
     config = read_config(run)
     if config is None:

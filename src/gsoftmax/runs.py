@@ -1,10 +1,14 @@
 """The folder of a run: it describes itself, its writes are atomic, and it belongs to one run at a time.
 
-    config.json  environment.json  metrics.jsonl  model.safetensors  outputs.safetensors
+    config.json  environment.json  metrics.jsonl  model.safetensors  outputs.safetensors  SHA256SUMS
 
 Until the run is finished there are also checkpoints, checkpoint/epoch-000003-batch-00000000-HASH.pt.  A checkpoint's
 name carries the first half of its SHA-256.  The newest two are kept: a damaged one is skipped, with a warning, for the
-one before it.
+one before it.  The files of a finished run are compared with SHA256SUMS whenever they are read.
+
+environment.json has a fingerprint of everything outside the configuration that decides the result: the data, initial
+weights, and the source of a head of your own.  A run whose fingerprints differ is another run.  Folders of versions
+that recorded no fingerprints and no checksums are believed.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import shlex
 import shutil
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -28,11 +32,27 @@ from torch import Tensor
 
 from ._version import __version__
 from .config import Config
-from .files import atomic_file, atomic_write, locked, sha256
+from .files import (
+    SUMS,
+    append_line,
+    atomic_file,
+    atomic_write,
+    locked,
+    make_folder,
+    open_read,
+    read_json,
+    refuse_link,
+    remove_leftovers,
+    sha256,
+    sync,
+    verify,
+    write_sums,
+)
 from .messages import first_line
 
 KEPT = 2  # checkpoints
 _METRICS_ONLY = "metrics-only.txt"  # marks a finished run whose model and outputs were removed
+_FINAL = ("config.json", "environment.json", "metrics.jsonl", "model.safetensors", "outputs.safetensors", _METRICS_ONLY)
 
 
 class RunFolder:
@@ -60,10 +80,11 @@ class RunFolder:
     def _claim(self, config: Config, described: Mapping[str, Any]) -> None:
         if read_config(self.path) is not None and not self.resume:
             raise ValueError(f"{self.path} already contains a run; continue it with --resume")
-        check_config(self.path, config)
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
-        for left in [*self.path.glob("*.partial"), *self.checkpoints.glob("*.partial")]:
-            left.unlink()  # of a process that was killed while it wrote
+        check_config(self.path, config, described.get("fingerprints", {}))
+        make_folder(self.path, "checkpoint")
+        refuse_link(self.path / "tensorboard")
+        for folder in (self.path, self.checkpoints):
+            remove_leftovers(folder)
         atomic_write(self.path / "environment.json", json.dumps(environment() | dict(described), indent=2))
         atomic_write(self.path / "config.json", json.dumps(dataclasses.asdict(config), indent=2))
 
@@ -108,8 +129,7 @@ class RunFolder:
             old.unlink(missing_ok=True)
 
     def log(self, row: Mapping[str, Any]) -> None:
-        with open(self.path / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(row) + "\n")
+        append_line(self.path / "metrics.jsonl", json.dumps(row))
         if self._board is not None:
             for key, value in row.items():
                 if isinstance(value, (int, float)) and key not in ("epoch", "final"):
@@ -122,53 +142,80 @@ class RunFolder:
         weights: Mapping[str, Tensor],
         described: Mapping[str, str],
     ) -> None:
-        """Writes the model and the outputs, then the row that makes the run a finished one; checkpoints go last."""
+        """Writes the model, the outputs, the row that makes the run a finished one, checksums; checkpoints go last."""
         save_tensors(self.path / "model.safetensors", weights, described)
         save_tensors(self.path / "outputs.safetensors", outputs)
         self.log({"final": True, **result})
-        with open(self.path / "metrics.jsonl", "rb+") as file:
-            os.fsync(file.fileno())  # on the disk before the checkpoints are gone
+        sync(self.path / "metrics.jsonl")  # on the disk before the checkpoints are gone
+        write_sums(self.path, _FINAL)
         remove_checkpoints(self.path)
 
 
-def finished(run: str | os.PathLike[str], config: Config, resume: bool) -> dict[str, Any] | None:
-    """The metrics of a run that needs no further training, None for any other; removes checkpoints that a crash left.
+def finished(
+    run: str | os.PathLike[str], config: Config, resume: bool, fingerprints: Callable[[], Mapping[str, str]]
+) -> dict[str, Any] | None:
+    """The metrics of a run that needs no further training, None for any other; completes what a crash left at its end.
 
     run, config, resume: the folder, what is wanted in it, and whether a run in it may be continued
+    fingerprints: of what is wanted, as in `build.fingerprints`
     """
     path = Path(run)
-    if not resume or read_result(path) is None:
+    if not resume or not _has_final_row(path):
         return None
-    check_config(path, config)
+    check_config(path, config, fingerprints())
     with locked(path):
         result = read_result(path)
+        if result is None:  # someone removed them: training starts again only if that is wanted
+            raise ValueError(f"{path} is a finished run without outputs.safetensors; choose another --out or remove it")
+        left = any((path / "checkpoint").glob("epoch-*.pt"))
         has_model = (path / "model.safetensors").exists()
-        if result is None or (not has_model and any((path / "checkpoint").glob("epoch-*.pt"))):
+        if left and not has_model:
             return None  # a run of an older version: its last checkpoint becomes the model
+        if left and not (path / SUMS).exists():
+            write_sums(path, _FINAL)
         if has_model:
             remove_checkpoints(path)
     return {k: v for k, v in result.items() if k != "final"}
 
 
-def check_config(run: Path, config: Config) -> None:
-    """Raises if the folder contains a run with another configuration."""
-    if differing := differences(run, config):
+def check_config(run: Path, config: Config, fingerprints: Mapping[str, str]) -> None:
+    """Raises if the folder contains a run with another configuration, or of other data."""
+    if differing := differences(run, config, fingerprints):
         raise ValueError(f"{run} contains a run with {differing}")
 
 
-def differences(run: Path, config: Config) -> str:
-    """What decides the result and differs between the run of a folder and a configuration; empty if there is no run."""
+def differences(run: Path, config: Config, fingerprints: Mapping[str, str] | None = None) -> str:
+    """What decides the result and differs between the run of a folder and a configuration; empty if there is no run.
+
+    run, config: the folder, and what is wanted in it
+    fingerprints: of what is wanted, as in `build.fingerprints`; compared where the run recorded its own
+    """
     found = read_config(run)
     if found is None:
         return ""
-    if found.imbalance > 1 and "split_seed" not in json.loads((run / "config.json").read_bytes()):
-        older = f"imbalance={found.imbalance:g} of an older version, which did not shuffle the classes"
-        return found.differences(config) or older
-    return found.differences(config)
+    if differing := found.differences(config):
+        return differing
+    if found.imbalance > 1 and "split_seed" not in read_json(run / "config.json"):
+        return f"imbalance={found.imbalance:g} of an older version, which did not shuffle the classes"
+    recorded, wanted = read_environment(run).get("fingerprints"), fingerprints or {}
+    if not isinstance(recorded, dict):
+        return ""
+    changed = [key for key in wanted if key in recorded and recorded[key] != wanted[key]]
+    return "; ".join(
+        f"{key}={getattr(config, key)} as it was before it changed (fingerprint {str(recorded[key])[:8]}, now "
+        f"{wanted[key][:8]})"
+        for key in changed
+    )
+
+
+def _has_final_row(run: Path) -> bool:
+    rows = read_rows(run)
+    return bool(rows) and bool(rows[-1].get("final"))
 
 
 def remove_checkpoints(run: Path) -> None:
     """Removes what a finished run no longer needs."""
+    refuse_link(run / "checkpoint")
     for path in (run / "checkpoint").glob("epoch-*.pt"):
         path.unlink(missing_ok=True)
     with suppress(OSError):  # damaged checkpoints stay, and with them the folder
@@ -190,10 +237,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], described: Mapping[s
         held[name] = tensor.clone() if place in seen else tensor
         seen.add(place)
     with atomic_file(path) as partial:
-        partial.touch()
-        mode = partial.stat().st_mode  # safetensors makes files that only their owner can read
         save_file(held, partial, dict(described or {}))
-        partial.chmod(mode)
 
 
 def folder_name(head: str) -> str:
@@ -208,37 +252,46 @@ def folder_name(head: str) -> str:
 def read_config(run: Path) -> Config | None:
     """The configuration of a run; None where there is no config.json."""
     path = run / "config.json"
-    if not path.exists():
-        return None
     try:
-        return Config.from_file(json.loads(path.read_bytes()))
+        found = Config.from_file(read_json(path))
+    except FileNotFoundError:
+        return None
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+        reason = str(error).removeprefix(f"{path} cannot be read: ")
+        raise ValueError(f"{path} cannot be read: {reason}") from None
+    verify(path)
+    return found
 
 
 def read_environment(run: str | os.PathLike[str]) -> dict[str, Any]:
     """environment.json of a run; empty where there is none."""
+    path = Path(run) / "environment.json"
     try:
-        found = json.loads((Path(run) / "environment.json").read_bytes())
-    except (OSError, ValueError):
+        found = read_json(path)
+    except (FileNotFoundError, NotADirectoryError):
         return {}
-    return found if isinstance(found, dict) else {}
+    verify(path)
+    return found
 
 
 def read_rows(run: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl; an incomplete last line is ignored."""
     path = run / "metrics.jsonl"
-    if not path.exists():
+    try:
+        with open_read(path) as file:
+            lines = file.read().split(b"\n")
+    except (FileNotFoundError, NotADirectoryError):
         return []
     rows = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+    for number, line in enumerate(lines[:-1], start=1):
         try:
             row = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path} cannot be read, line {number}: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} cannot be read, line {number}: {first_line(error)}") from None
         if not isinstance(row, dict) or not ("final" in row or type(row.get("epoch")) is int):
             raise ValueError(f"{path} cannot be read, line {number}: neither an epoch's row nor the final one")
         rows.append(row)
+    verify(path)
     return rows
 
 
@@ -258,6 +311,7 @@ def keep_metrics(run: Path) -> None:
         (run / name).unlink(missing_ok=True)
     for name in ("tensorboard", "checkpoint"):
         shutil.rmtree(run / name, ignore_errors=True)
+    write_sums(run, _FINAL)
 
 
 def environment() -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from . import measures, significance
-from .files import atomic_write
+from .files import atomic_write, sealed
 from .runs import folder_name, read_result
 from .tables import Cell, Shown, Table, p_value, plus_minus, signed
 
@@ -43,7 +43,7 @@ def summarise(
         h: [read_result(Path(out) / folder_name(h) / f"seed-{s}") for s in seeds] for h in heads
     }
     summary = summary_of(results, seeds) | dict(more or {})
-    atomic_write(Path(out) / "summary.json", json.dumps(summary, indent=2))
+    atomic_write(Path(out) / "summary.json", json.dumps(sealed(summary), indent=2))
     return summary
 
 

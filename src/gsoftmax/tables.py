@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .files import atomic_write
+from .files import atomic_write, make_folder
 
 __all__ = [
     "FORMATS",
@@ -126,7 +126,7 @@ def write(
         else:
             files[out / f"tables.{kind}"] = "\n\n".join(ways[kind](table) for table in tables) + "\n"
     for path, text in files.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(out, *path.relative_to(out).parts[:-1])
         atomic_write(path, text)
     return list(files)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import signal
@@ -57,7 +58,8 @@ def train(
         world = stack.enter_context(distributed.joined(device))
         if out is not None:
             resume = resume or distributed.restarted(read_environment(out))
-            done = distributed.on_rank0(world, finished, out, config, resume)
+            fingerprints = functools.partial(build.fingerprints, config, data_root)
+            done = distributed.on_rank0(world, finished, out, config, resume, fingerprints)
             if done is not None:
                 return done
         dataset = distributed.rank0_first(world, build.load_data, config, data_root)
@@ -67,6 +69,7 @@ def train(
         if out is not None:
             names = {"name": dataset.name, "classes": list(dataset.classes)}
             described: dict[str, Any] = {"data": names, "processes": world.size}
+            described["fingerprints"] = fingerprints() if world.first else {}
             if distributed.launch() is not None:
                 described["torchrun"] = distributed.launch()
             run.folder = distributed.only_rank0(world, RunFolder, out, config, described, resume)

@@ -32,7 +32,7 @@ import torch
 from . import build, measures
 from .compare import Comparison, Task, of_heads, run_tasks
 from .config import Config, parse_head, parse_value
-from .files import atomic_write, locked
+from .files import atomic_write, locked, read_json
 from .runs import folder_name, keep_metrics, read_result
 from .summary import summarise
 
@@ -225,7 +225,7 @@ class Tuning:
         self.plan = {"trials": trials, "space": {key: domain.text for key, domain in self.space.items()}}
         path = self.out / PLAN
         if path.exists():
-            found = json.loads(path.read_text("utf-8"))
+            found = read_json(path)
             for key, value in self.plan.items():
                 if found.get(key) != value:
                     raise ValueError(f"{self.out} contains a tuning with {key}={found.get(key)}; choose another --out")
@@ -285,7 +285,9 @@ class Tuning:
             return
         path = self.out / "tuning-budget.json"  # a resumed tuning keeps its number of trials
         if path.exists():
-            allowed = int(json.loads(path.read_text("utf-8"))["trials"])
+            allowed = read_json(path).get("trials")
+            if type(allowed) is not int or allowed < 1:
+                raise ValueError(f"{path} must have a number of trials, got {allowed!r}")
         else:
             start = time.perf_counter()
             self._evaluate({name: found[:1] for name, found in self.trials.items()}, 1, jobs, progress)

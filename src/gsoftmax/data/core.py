@@ -6,7 +6,7 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..catalog import DatasetInfo
+from ..files import open_read
 from ..messages import first_line
 from .augment import Augment
 from .seeded import long_tail, mix, noisy, take
@@ -25,6 +26,7 @@ Kind = Literal["images", "table", "files"]
 PARTS = ("train", "val", "test")
 Splits = dict[str, Any]  # part -> Split
 MAX_BYTES = 16 * 2**30  # the most that a file may declare and have allocated
+_SAMPLED_FILES, _SAMPLED_BYTES = 1024, 2**16  # of image files, for their fingerprint
 # of the ImageNet training images, on the scale 0 to 1
 IMAGENET: dict[str, Any] = {"mean": torch.tensor([0.485, 0.456, 0.406]), "std": torch.tensor([0.229, 0.224, 0.225])}
 
@@ -129,7 +131,11 @@ class Dataset:
         return f"{self.name}: {', '.join(sizes)}, {shape} {what}"
 
     def fingerprint(self) -> str:
-        """SHA-256 of inputs (for files: their names relative to the common folder), labels and class names."""
+        """SHA-256 of inputs, labels and class names.
+
+        Of image files: the names relative to the common folder, all sizes, and the first 64 KiB of 1,024 files or
+        fewer, evenly spaced.  A single file that changes without changing its size may go unnoticed.
+        """
         digest = hashlib.sha256(repr((self.kind, self.classes, self.input_shape)).encode())
         for part in (self.train, self.val, self.test):
             if part is None:
@@ -140,8 +146,19 @@ class Dataset:
                 digest.update(part.x.cpu().contiguous().numpy().data)
             else:
                 common = os.path.commonpath([os.path.dirname(p) for p in part.x]) if part.x else ""
-                digest.update("\n".join(Path(os.path.relpath(p, common)).as_posix() for p in part.x).encode())
+                names = [Path(os.path.relpath(p, common)).as_posix() for p in part.x]
+                digest.update("\n".join(names).encode("utf-8", "surrogateescape"))
+                _add_files(digest, part.x)
         return digest.hexdigest()
+
+
+def _add_files(digest: Any, paths: Sequence[str]) -> None:
+    """Adds the sizes of files to a digest, and the beginnings of a fixed sample of them."""
+    for path in paths:
+        digest.update(b"%d\n" % (os.stat(path).st_size if os.path.exists(path) else -1))
+    for path in paths[:: -(-len(paths) // _SAMPLED_FILES)]:
+        with suppress(OSError), open_read(path) as file:
+            digest.update(file.read(_SAMPLED_BYTES))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 from .. import tables as table_room
 from ..analyze import analyze, compare_outputs
+from ..files import make_folder
 from ..tables import Table
 from . import figures as figure_room
 from . import page
@@ -79,7 +80,7 @@ def write(
         paths += table_room.write(made, out, tables, csv_tables=[summary_by_seed(doc), *made[1:]])
     if figures:
         chosen = 0 if name is None else doc["classes"].index(name)
-        paths += figure_room.write(doc, out / "figures", figures, c=chosen)
+        paths += figure_room.write(doc, make_folder(out, "figures"), figures, c=chosen)
     return paths
 
 

@@ -22,7 +22,6 @@ files of outputs, and from a document that was saved.  nan and inf are None.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shlex
@@ -37,6 +36,7 @@ import numpy as np
 
 from .. import geometry, measures, significance
 from ..analyze import MOST_POINTS, Analysis, Comparison, analyze, class_gaussians
+from ..files import read_json, sealed
 from ..messages import first_line
 from ..outputs import has_outputs
 from ..runs import environment, folder_name, read_config, read_environment, read_result, read_rows
@@ -101,7 +101,7 @@ def from_runs(paths: Sequence[str | os.PathLike[str]], title: str | None = None)
 def _read_summary(path: Path) -> dict[str, Any]:
     """The validated summary of a comparison."""
     try:
-        summary = json.loads(path.read_text("utf-8"))
+        summary = read_json(path)
         heads, seeds, metrics = summary["heads"], summary["seeds"], summary["metrics"]
         if not heads or not all(isinstance(h, str) for h in heads) or not all(type(s) is int for s in seeds):
             raise ValueError("heads must be names and seeds whole numbers")
@@ -116,9 +116,9 @@ def _read_summary(path: Path) -> dict[str, Any]:
                     paired = row["paired"]
                     if not all(_is_number(paired[k]) for k in ("difference", "low", "high", "t", "p", "n")):
                         raise ValueError(f"the paired test of {metric} must be numbers")
+        if "sha256" in summary and summary != sealed(summary):
+            raise ValueError("its checksum does not match its content")
         correct([row["paired"] for rows in metrics.values() for row in rows.values() if "paired" in row])
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         reason = f"it lacks {error}" if isinstance(error, KeyError) else first_line(error)
         raise ValueError(f"{path} is not the summary of a comparison: {reason}") from None

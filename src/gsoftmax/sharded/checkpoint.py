@@ -245,7 +245,7 @@ def _write_index(folder: Path, index: Mapping[str, Any]) -> None:
     """Replace the index and remove the files that only the old one names."""
     files.atomic_write(folder / INDEX, json.dumps(index, indent=1))
     for name in os.listdir(folder):
-        if _FILE.fullmatch(name.removesuffix(".partial")) and name not in index["files"]:
+        if _FILE.fullmatch(name) and name not in index["files"]:
             with contextlib.suppress(OSError):
                 (folder / name).unlink()
 
@@ -253,7 +253,7 @@ def _write_index(folder: Path, index: Mapping[str, Any]) -> None:
 def _read_index(folder: Path) -> dict[str, Any]:
     path = folder / INDEX
     try:
-        index = json.loads(path.read_text())
+        index = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{folder} holds no checkpoint: it has no {INDEX}") from None
     except (OSError, ValueError) as error:
