@@ -7,18 +7,23 @@ import json
 import multiprocessing
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
+import numpy as np
 import processes
 import pytest
 import torch
 from processes import one_thread  # noqa: F401
+from safetensors.torch import load_file, save_file
 
-from gsoftmax import build, compare, distributed, evaluation, runs, train
+from gsoftmax import build, compare, data, distributed, evaluation, runs, train
 from gsoftmax.cli import main
 from gsoftmax.config import Config
 
@@ -98,9 +103,9 @@ def test_two_checkpoints_are_kept_until_the_end_and_nothing_partial(undisturbed,
         assert not list(folder.rglob("*.partial")) and not (folder / ".lock").exists()
 
 
-@pytest.mark.parametrize("written", range(5))
+@pytest.mark.parametrize("written", range(6))
 def test_a_crash_between_any_two_writes_at_the_end_loses_nothing(written, undisturbed, tmp_path, monkeypatch):
-    """The model, the outputs, the final row, and one of two checkpoints: the next one is not written or removed."""
+    """Model, outputs, final row, checksums, one of two checkpoints: the next one is not written or removed."""
     config, folder, count = QUICK.override(DROPOUT), tmp_path / "run", []
 
     def stop_after(module, name):
@@ -117,6 +122,7 @@ def test_a_crash_between_any_two_writes_at_the_end_loses_nothing(written, undist
 
     stop_after(runs, "save_tensors")
     stop_after(runs.RunFolder, "log")
+    stop_after(runs, "write_sums")
     unlink = Path.unlink
 
     def checkpoint_gone(path, **options):
@@ -132,14 +138,14 @@ def test_a_crash_between_any_two_writes_at_the_end_loses_nothing(written, undist
     monkeypatch.undo()
     finished = written > 2
     assert len(count) == written and (runs.read_result(folder) is not None) == finished
-    assert len(checkpoints(folder)) == (2 if written < 4 else 1)
+    assert len(checkpoints(folder)) == (2 if written < 5 else 1)
     epochs = []
     train.train(config, folder, resume=True, progress=epochs.append)
     assert not epochs  # nothing was trained again
     for name in ("outputs", "model"):
         path = f"{name}.safetensors"
         assert (folder / path).read_bytes() == (undisturbed / path).read_bytes()
-    assert runs.read_result(folder) and not (folder / "checkpoint").exists()
+    assert runs.read_result(folder) and not (folder / "checkpoint").exists() and (folder / "SHA256SUMS").exists()
 
 
 def test_the_clock_asks_for_checkpoints_inside_an_epoch(undisturbed, tmp_path, monkeypatch):
@@ -367,6 +373,149 @@ def test_comparisons_keep_what_is_done(tmp_path, monkeypatch):
     assert len(calls) == 5
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert len(summary["metrics"]["error"]["gsoftmax"]["values"]) == 2
+
+
+# -------------------------------------------------------------------------- other data, another head, another folder
+
+
+def forget():
+    """As in a new process: nothing that was read is remembered."""
+    for cached in (build.read_cached, build.load_cached, build._fingerprint):
+        cached.cache_clear()
+
+
+def write_rows(path: Path, noise: bool = False) -> None:
+    """Two classes that differ, or do not."""
+    rng = np.random.default_rng(1)
+    y = np.arange(80) % 2
+    x = rng.normal(size=(80, 3)) + (0 if noise else 4) * y[:, None]
+    np.savez(path, x_train=x[:60], y_train=y[:60], x_test=x[60:], y_test=y[60:])
+    forget()
+
+
+HEAD = "from gsoftmax.heads import SoftmaxHead\n\n\nclass Head(SoftmaxHead):\n    pass\n"
+
+
+@pytest.fixture
+def other_inputs(tmp_path, monkeypatch):
+    """A run's command, and functions that change what it reads."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_head.py").write_text(HEAD)
+    sys.modules.pop("my_head", None)
+    write_rows(tmp_path / "rows.npz")
+    data_root = tmp_path / "root"
+    data.write_smoke("cifar10", data_root)
+
+    def other_root():
+        batch = data_root / "cifar-10-batches-py" / "test_batch"
+        content = bytearray(batch.read_bytes())
+        content[len(content) // 2] ^= 64  # of a pixel
+        batch.write_bytes(content)
+        forget()
+
+    def save_weights(value=0.0):
+        model = train.train(Config(data="npz:rows.npz", epochs=0, batch_size=20), "weights", resume=True)
+        assert model
+        held = load_file("weights/model.safetensors")
+        held = {k.removeprefix("backbone."): v + value for k, v in held.items() if k.startswith("backbone.")}
+        save_file(held, "w.safetensors")
+
+    save_weights()
+    return {
+        "data": (["npz:rows.npz"], lambda: write_rows(tmp_path / "rows.npz", noise=True)),
+        "root": (["cifar10", "--data", str(data_root)], other_root),
+        "head": (["npz:rows.npz"], lambda: (tmp_path / "my_head.py").write_text(HEAD + "# new\n")),
+        "weights": (["npz:rows.npz", "weights=w.safetensors"], lambda: save_weights(0.5)),
+    }
+
+
+@pytest.mark.parametrize("what", ["data", "root", "head", "weights"])
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_run_of_other_data_is_neither_reused_nor_resumed(what, finished, other_inputs, tmp_path, monkeypatch, capsys):
+    words, change = other_inputs[what]
+    head = "my_head:Head" if what == "head" else "softmax"
+    words = [*words, "batch_size=20", "threads=1", "device=cpu", f"epochs={int(what != 'root')}"]
+    one, several = (
+        ["train", *words, f"head={head}", "--out", "run"],
+        ["compare", *words, "--heads", head, "--out", "all"],
+    )
+    several += ["--seeds", "1", "--jobs", "1"]
+    with monkeypatch.context() as patched:
+        if not finished:
+            patched.setattr(train.Run, "finish", Mock(side_effect=KeyboardInterrupt))
+        assert [main(one), main(several)] == [0 if finished else 130] * 2
+    before = {p: p.read_bytes() for p in tmp_path.rglob("run/*") if p.is_file()}
+    capsys.readouterr()
+    change()
+    name = "data" if what == "root" else what
+    says = rf"contains a run with {name}=\S+ as it was before it changed \(fingerprint \w{{8}}, now \w{{8}}\)"
+    for again in ([*one, "--resume"], several):
+        assert main(again) == 2
+        err = capsys.readouterr().err
+        assert re.search(says, err) and err.count("\n") == 1, err
+    assert {p: p.read_bytes() for p in before} == before
+
+
+def test_a_run_without_fingerprints_is_believed(other_inputs):
+    """Versions before they were recorded left such folders."""
+    words = ["train", "npz:rows.npz", "epochs=1", "batch_size=20", "threads=1", "device=cpu", "--out", "run"]
+    assert main(words) == 0
+    described = json.loads(Path("run/environment.json").read_text())
+    assert set(described.pop("fingerprints")) == {"data"}
+    Path("run/environment.json").write_text(json.dumps(described))
+    Path("run/SHA256SUMS").unlink()
+    other_inputs["data"][1]()
+    assert main([*words, "--resume"]) == 0
+
+
+def test_the_fingerprint_of_image_files_sees_names_sizes_and_contents(tmp_path):
+    for i in range(4):
+        (tmp_path / f"{i}.jpg").write_bytes(bytes([i]) * 100)
+
+    def fingerprint():
+        split = data.Split(tuple(map(str, sorted(tmp_path.iterdir()))), torch.tensor([0, 1, 0, 1]))
+        return data.Dataset("x", "files", ("a", "b"), False, split, split).fingerprint()
+
+    first = fingerprint()
+    assert fingerprint() == first
+    (tmp_path / "3.jpg").write_bytes(bytes([9]) * 100)
+    second = fingerprint()
+    (tmp_path / "3.jpg").write_bytes(bytes([9]) * 101)
+    third = fingerprint()
+    (tmp_path / "3.jpg").rename(tmp_path / "4.jpg")
+    os.utime(tmp_path / "4.jpg", (1, 1))
+    assert len({first, second, third, fingerprint()}) == 4
+
+
+@pytest.mark.parametrize("lost", ["outputs.safetensors", "the end of metrics.jsonl"])
+def test_a_finished_run_is_never_trained_again(lost, undisturbed, tmp_path):
+    """It has no checkpoints any more: training would begin again, and the final row would be gone first."""
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed, run)
+    rows = run / "metrics.jsonl"
+    if lost == "outputs.safetensors":
+        (run / lost).unlink()
+        says = "is a finished run without outputs.safetensors"
+    else:
+        rows.write_bytes(rows.read_bytes()[:-9])
+        says = "metrics.jsonl is damaged: it does not match its checksum in SHA256SUMS"
+    before = rows.read_bytes()
+    with pytest.raises(ValueError, match=says):
+        train.train(QUICK.override(DROPOUT), run, resume=True)
+    assert rows.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["config.json", "environment.json", "metrics.jsonl", "model.safetensors"])
+def test_checksums_are_those_of_sha256sum(name, undisturbed, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed, run)
+    check = ["sha256sum", "--check", "--strict", "SHA256SUMS"]
+    assert subprocess.run(check, cwd=run, capture_output=True).returncode == 0
+    content = bytearray((run / name).read_bytes())
+    content[-20] ^= 1
+    (run / name).write_bytes(content)
+    assert subprocess.run(check, cwd=run, capture_output=True).returncode == 1
 
 
 TWO = ["train", "digits", "head=gsoftmax", "epochs=100", "device=cpu", "threads=1", "batch_size=128", "ema=0.9"]
