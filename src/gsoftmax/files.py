@@ -26,6 +26,7 @@ from .messages import first_line
 
 SUMS = "SHA256SUMS"  # checksums of the files beside it
 _MOST_JSON = 2**28  # bytes that are read of a JSON file or a list of checksums
+_IRREGULAR = "Not a regular file"  # a pipe, a device or a folder
 _LEFTOVER = re.compile(r"\.gsoftmax-[0-9a-f]{16}\.partial")
 _ABANDONED = 3600  # seconds after which a leftover belongs to no process, also where no lock says so
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
@@ -95,13 +96,13 @@ def _opened(path: str | os.PathLike[str], flags: int) -> int:
         fd = os.open(path, flags | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0), 0o666)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EMLINK) and os.path.islink(path):
-            raise OSError(f"{path} is a link, which is not followed") from None
+            raise OSError(error.errno, "A link, which is not followed", str(path)) from None
         if error.errno == errno.ENXIO:
-            raise OSError(f"{path} is not a regular file") from None
+            raise OSError(error.errno, _IRREGULAR, str(path)) from None
         raise
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(f"{path} is not a regular file")
+        raise OSError(errno.EINVAL, _IRREGULAR, str(path))
     return fd
 
 
@@ -152,8 +153,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise
     except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or first_line(error)
-        raise ValueError(f"{path} cannot be read: {reason.removeprefix(f'{path} ')}") from None
+        raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', None) or first_line(error)}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path} cannot be read: it must hold a JSON object, got {type(found).__name__}")
     return found

@@ -185,6 +185,8 @@ def open_outputs(
         path = path / "outputs.safetensors"
     if not path.exists():
         raise ValueError(f"{path} does not exist")
+    if not path.is_file():
+        raise ValueError(f"{path} is not a regular file")
     if path.name == "outputs.safetensors":
         verify(path)
     readers: dict[str, Any] = {".npz": _Npz, ".safetensors": _Safetensors, ".csv": _Csv}
@@ -328,8 +330,8 @@ class _Npz:
                     f"{key} in {self.path.name} holds pickled Python objects, which are not read: save numbers or text"
                 )
             size = math.prod(shape) * dtype.itemsize
-            if fortran and len(shape) > 1:
-                if size > 2**30:
+            if fortran and len(shape) > 1:  # which is read at once
+                if size > min(2**30, max(2**27, 100 * archive.getinfo(self.members[key]).compress_size)):
                     raise ValueError(f"{key} is stored column by column: save numpy.ascontiguousarray({key})")
                 whole = np.frombuffer(self._read(stream, key, size), dtype).reshape(shape[::-1]).T
                 return io.BytesIO(np.ascontiguousarray(whole).tobytes()), tuple(shape), dtype

@@ -214,5 +214,7 @@ def _csv(cell: Cell) -> Cell:
     if not isinstance(cell, str):
         return repr(cell) if isinstance(cell, float) else cell
     text = plain(cell)
-    formula = text.startswith(("=", "+", "-", "@")) and not re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?", text)
+    # A spreadsheet may skip blanks and what is invisible in front of a formula, and take full-width signs.
+    seen = "".join(c for c in unicodedata.normalize("NFKC", text) if unicodedata.category(c) not in ("Cf", "Zs"))
+    formula = seen.startswith(("=", "+", "-", "@")) and not re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?", text)
     return f"'{text}" if formula else text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 from ..catalog import COCO, COCO2017
+from ..files import open_read
 from .augment import PRESETS
 from .core import DataError, Dataset, Request, Split, Splits, data_root, is_smoke, locate, plain_name, reading
 from .images import usable
@@ -110,7 +112,7 @@ def _read_instances(file: Path) -> tuple[dict[int, str], set[tuple[int, int]], d
     images: dict[int, str] = {}
     pairs: set[tuple[int, int]] = set()
     categories: dict[int, str] = {}
-    with reading(file, ValueError, KeyError, TypeError, RecursionError), open(file, encoding="utf-8") as stream:
+    with reading(file, ValueError, KeyError, TypeError, RecursionError), _text(file) as stream:
         for key, item in _items(stream):
             if key == "annotations":
                 pairs.add((_integer(item["image_id"]), _integer(item["category_id"])))
@@ -121,6 +123,10 @@ def _read_instances(file: Path) -> tuple[dict[int, str], set[tuple[int, int]], d
     if not images or not categories:
         raise DataError(f"{file} lists {len(images)} images and {len(categories)} categories")
     return images, pairs, categories
+
+
+def _text(file: Path) -> TextIO:
+    return io.TextIOWrapper(open_read(file), encoding="utf-8")
 
 
 def _integer(value: Any) -> int:

@@ -26,6 +26,7 @@ Kind = Literal["images", "table", "files"]
 PARTS = ("train", "val", "test")
 Splits = dict[str, Any]  # part -> Split
 MAX_BYTES = 16 * 2**30  # the most that a file may declare and have allocated
+SMALL, MAX_RATIO = 2**29, 100  # any file may take the first; a large one this many times its size
 _SAMPLED_FILES, _SAMPLED_BYTES = 1024, 2**16  # of image files, for their fingerprint
 # of the ImageNet training images, on the scale 0 to 1
 IMAGENET: dict[str, Any] = {"mean": torch.tensor([0.485, 0.456, 0.406]), "std": torch.tensor([0.229, 0.224, 0.225])}
@@ -322,19 +323,21 @@ def reading(path: str | os.PathLike[str], *damage: type[Exception]) -> Iterator[
         raise DataError(f"{path} is damaged: {reason}") from None
 
 
-def within_limit(nbytes: int, what: str) -> None:
-    """Raise if a declared size exceeds MAX_BYTES."""
-    if nbytes > MAX_BYTES:
-        raise DataError(f"{what} declares {nbytes:,} bytes, more than the limit of {MAX_BYTES:,}")
+def within_limit(nbytes: int, what: str, held: int = MAX_BYTES) -> None:
+    """Raise if a declared size is more than a file of `held` bytes may take: a small file must not fill the memory."""
+    limit = min(MAX_BYTES, max(SMALL, MAX_RATIO * held))
+    if nbytes > limit:
+        of = f" for a file of {held:,}" if limit < MAX_BYTES else ""
+        raise DataError(f"{what} declares {nbytes:,} bytes, more than the limit of {limit:,}{of}")
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
     """A whole file of at most `limit` bytes."""
-    with reading(path):
-        size = path.stat().st_size
+    with reading(path), open_read(path) as file:
+        size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise DataError(f"{path} has {size:,} bytes, more than the limit of {limit:,} for such a file")
-        return path.read_bytes()
+        return file.read(limit)
 
 
 def read_lines(path: Path) -> list[str]:

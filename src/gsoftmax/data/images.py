@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..files import open_read
 from ..messages import first_line
 from .core import DataError, Splits, reading
 
@@ -60,12 +61,33 @@ def decode(data: bytes, name: str, shape: tuple[int, int] | None = None) -> np.n
                 raise DataError(f"{name} declares {size} pixels, more than the limit of {MAX_PIXELS:,}")
             if shape is not None and (image.height, image.width) != shape:
                 return None
-            return np.array(image if image.mode == "RGB" else image.convert("RGB"))
+            return np.array(image) if image.mode == "RGB" else _eight_bits(image, name)
     except DataError:
         raise
     except Exception as error:  # Pillow's plugins raise anything from SyntaxError to struct.error on damaged files
         reason = "not a known image format" if type(error).__name__ == "UnidentifiedImageError" else first_line(error)
         raise DataError(f"{name} is not a readable image: {reason}") from None
+
+
+def _eight_bits(image: Any, name: str) -> np.ndarray:
+    """uint8 (H, W, 3) of an image in another mode.  Pillow would clip more than 8 bits instead of scaling them."""
+    mode = image.mode
+    if mode.startswith("I;16") or (mode == "I" and image.format in ("PPM", "PNG")):  # where Pillow scales to 16 bits
+        bits = image.tag_v2.get(258, (16,))[0] if image.format == "TIFF" else 16
+        if bits != 16:
+            raise DataError(f"{name} has {bits} bits per pixel: save it with 8 or 16")
+        gray = ((np.asarray(image).astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8)
+    elif mode == "F":
+        pixels = np.asarray(image)
+        low, high = float(pixels.min()), float(pixels.max())
+        if not 0 <= low <= high <= 1:
+            raise DataError(f"{name} has pixels from {low:g} to {high:g}: floating-point images must be from 0 to 1")
+        gray = np.rint(pixels * 255).astype(np.uint8)
+    elif mode == "I":
+        raise DataError(f"{name} has 32 bits per pixel: save it with 8 or 16")
+    else:
+        return np.array(image.convert("RGB"))
+    return np.repeat(gray[..., None], 3, axis=2)
 
 
 def read_image(path: str) -> Tensor:
@@ -76,7 +98,7 @@ def read_image(path: str) -> Tensor:
 
 
 def _read(path: str) -> bytes:
-    with reading(path), open(path, "rb") as file:
+    with reading(path), open_read(path) as file:
         data = file.read(MAX_FILE + 1)
     if len(data) > MAX_FILE:
         raise DataError(f"{path} has more than {MAX_FILE:,} bytes, the limit for an image file")
@@ -220,7 +242,7 @@ def find_defects(paths: Sequence[str]) -> list[str]:
 
 def _defect(path: str) -> str:
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open_read(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - 8))
             if file.read(8).endswith(_ENDS):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import re
@@ -18,8 +19,10 @@ import torch
 from torch import Tensor
 
 from ..catalog import ARFF, NPZ
+from ..files import open_read
 from ..messages import first_line
 from .core import (
+    MAX_BYTES,
     PARTS,
     DataError,
     Dataset,
@@ -66,7 +69,7 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
     if not path.exists():
         raise DataError(f"npz:{path} not found\n  layout: {NPZ.layout}")
     try:
-        with reading(path), zipfile.ZipFile(path) as archive:
+        with reading(path), open_read(path) as file, zipfile.ZipFile(file) as archive:
             for member in archive.infolist():
                 name = member.filename.removesuffix(".npy")
                 if name == member.filename:
@@ -78,11 +81,12 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
                 if dtype.hasobject:
                     raise DataError(f"{path} array {name} contains Python objects: save numbers or strings instead")
                 size = math.prod(shape) * dtype.itemsize
-                total += size
-                within_limit(total, str(path))
                 # deflate compresses at most 1032:1
                 if size > member.file_size or size > 1100 * member.compress_size + 1024:
                     raise DataError(f"{path} array {name} declares {size:,} bytes but holds fewer")
+                # a table becomes float32
+                total += max(size, 4 * math.prod(shape)) if len(shape) == 2 else size
+                within_limit(total, str(path), os.fstat(file.fileno()).st_size)
                 with archive.open(member) as stream:
                     arrays[name] = np.lib.format.read_array(stream, allow_pickle=False)
     except DataError:
@@ -267,14 +271,14 @@ def _attribute(text: str) -> Attribute:
 def read_arff(path: str | os.PathLike[str]) -> Arff:
     """Read an ARFF file line by line: dense and sparse rows, numeric and nominal attributes, quoted names, comments."""
     try:
-        with open(path, encoding="utf-8-sig", errors="replace") as stream:
-            return parse_arff(stream, str(path))
+        with io.TextIOWrapper(open_read(path), encoding="utf-8-sig", errors="replace") as stream:
+            return parse_arff(stream, str(path), os.path.getsize(path))
     except OSError as error:
         raise DataError(f"arff:{path} cannot be read: {error.strerror or error}\n  layout: {ARFF.layout}") from None
 
 
-def parse_arff(stream: TextIO, path: str) -> Arff:
-    """The table in a stream; `path` is for error messages."""
+def parse_arff(stream: TextIO, path: str, held: int = MAX_BYTES) -> Arff:
+    """The table in a stream; `path` is for error messages, `held` the size of the file."""
     relation, number = "", 0
     attributes: list[Attribute] = []
 
@@ -310,7 +314,7 @@ def parse_arff(stream: TextIO, path: str) -> Arff:
             raise ValueError("attribute names repeat")
         rows: list[np.ndarray] = []
         for line in lines():
-            within_limit((len(rows) + 1) * len(attributes) * 8, path)
+            within_limit((len(rows) + 1) * len(attributes) * 8, path, held)
             rows.append(_row(line, attributes))
     except DataError:
         raise
@@ -386,7 +390,7 @@ def columns(table: Arff, labels: list[int], path: Path) -> Split:
     """float32 (N, D) features and uint8 (N, L) labels; a nominal feature is 0/1, or one column per value beyond two."""
     features = [(a, table.data[:, i]) for i, a in enumerate(table.attributes) if i not in set(labels)]
     widths = [len(a.values) if a.values is not None and len(a.values) > 2 else 1 for a, _ in features]
-    within_limit(len(table.data) * sum(widths) * 4, str(path))
+    within_limit(len(table.data) * sum(widths) * 4, str(path), path.stat().st_size)
     if not features:
         raise DataError(f"arff:{path} has label columns only")
     parts = [v[:, None] if n == 1 else v[:, None] == np.arange(n) for (_, v), n in zip(features, widths, strict=True)]
