@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -88,6 +89,7 @@ def _train_and_evaluate_in_shards(*argv):
     assert processes.gsoftmax(*argv) == 0
     if os.environ["RANK"] == "0":
         os.rename("many/outputs.safetensors", "whole.safetensors")
+        shutil.rmtree("many")
     evaluation.EVALUATED_WHOLE = 5  # now ten classes are too many to gather
     return processes.gsoftmax(*argv, "--resume")
 
@@ -109,6 +111,29 @@ def test_classes_in_shards(tmp_path):
         assert result[key] == pytest.approx(one[key], rel=1e-3, abs=0.0021 if key == "error" else 0), key
     with pytest.raises(ValueError, match="head_options.shard=class needs processes: torchrun"):
         train.train(config("head=gsoftmax", "head_options.shard=class"))
+
+
+def _diverge_on_rank_1(*argv):
+    """The Gaussians of this process's classes stop being finite in the second step; the others are good."""
+    step, steps = train.Run.step, []
+
+    def poisoned(self):
+        step(self)
+        steps.append(1)
+        if len(steps) == 2 and os.environ["RANK"] == "1":
+            with torch.no_grad():
+                self.parts.network.head.gaussians.rho.fill_(torch.nan)
+
+    train.Run.step = poisoned
+    return processes.gsoftmax(*argv)
+
+
+def test_a_shard_that_diverges_is_named_by_all_processes(tmp_path):
+    """No process waits for the one that raises."""
+    argv = ["train", "digits", *OPTIONS, "accumulate=1", "head=gsoftmax", "head_options.shard=class", "--out", "run"]
+    done = processes.torchrun(2, _diverge_on_rank_1, *argv, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "gsoftmax: a weight stopped being finite in epoch 1" in done.stderr, done.stderr
 
 
 def _stop_in_epoch_two(*argv):

@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from gsoftmax import build, compare, data, distributed, evaluation, runs, train
 from gsoftmax.cli import main
 from gsoftmax.config import Config
+from gsoftmax.heads import HEADS
 
 QUICK = Config(epochs=3, train_fraction=0.3, batch_size=64, threads=1, device="cpu", head="gsoftmax")
 DROPOUT = {"backbone_options": {"dropout": 0.2}}
@@ -168,6 +169,19 @@ def test_the_clock_asks_for_checkpoints_inside_an_epoch(undisturbed, tmp_path, m
     assert outputs(tmp_path / "run") == outputs(undisturbed)
     whole, resumed = (runs.read_rows(f) for f in (undisturbed, tmp_path / "run"))
     assert [r["loss"] for r in whole[:-1]] == [r["loss"] for r in resumed[:-1]]
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_every_head_says_that_it_diverged(head):
+    """With Gaussians too, whose sigma is nan after the step: the loss refuses them."""
+    changes = {
+        "head": head,
+        "lr": 1e12,
+        "data": "digits" if getattr(HEADS[head], "singlelabel", True) else "digits-mosaic",
+        "epochs": 1,
+    }
+    with pytest.raises(train.Diverged, match="the loss became (nan|inf) in step [23] |a weight stopped being finite"):
+        train.train(QUICK.override(changes))
 
 
 @pytest.mark.parametrize(

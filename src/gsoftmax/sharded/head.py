@@ -218,7 +218,6 @@ class ShardedSoftmaxHead(SoftmaxHead):
         if sample is not None:
             parameters = parameters.select(sample.classes)
         h_all, parameters = parameters.cast_for(h_all)
-        checks.check_sigma(parameters.sigma)
         plan = (
             Targets.of(targets, given, shard, sample, parameters.sigma),
             Call(shard, counts, need_dh, parameters.lam, given.reduction, exact=not sampled),
@@ -231,6 +230,8 @@ class ShardedSoftmaxHead(SoftmaxHead):
     def _check(self, h: Tensor, target: Any, options: Options, sampled: bool) -> None:
         if not isinstance(target, Tensor):
             raise TypeError(f"target must be a tensor, got {type(target).__name__}")
+        if checks.values_are_free(self.weight):
+            checks.check_sigma(self._local_parameters().sigma)  # here, because an error of one process is raised on all
         flat, rows, _ = checks.flatten_linear(h, self.weight, target, self.bias)
         checks.check_cross_entropy(flat.new_empty((len(flat), self.num_classes), device="meta"), rows, options)
         if not rows.is_floating_point():
