@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import random
 import resource
+import shutil
 import signal
 import string
 import subprocess
@@ -17,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -24,13 +27,14 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from gsoftmax import cli, data, measures, recipes, runs, schedules
+from gsoftmax import build, cli, compare, data, measures, recipes, reproduce, runs, schedules, train
 from gsoftmax.analyze import analyze
 from gsoftmax.backbones.zoo import read_state_dict
 from gsoftmax.compare import folder_name, split_heads
 from gsoftmax.config import Config, parse_head, parse_value
 from gsoftmax.data import cifar, coco, core, images, nuswide, smoke, tables
 from gsoftmax.data.augment import Augment
+from gsoftmax.models import load, saved_outputs
 from gsoftmax.outputs import open_outputs
 from gsoftmax.report import data as report_data
 
@@ -312,6 +316,131 @@ def test_summaries(place, changes):
     assert found.keys() == good.keys() and found["metrics"]["error"]["gsoftmax"]["paired"].items() > numbers.items()
     path.write_bytes(mutate(json.dumps(good).encode(), changes))
     documented(lambda: report_data.from_runs([place]))
+
+
+# ------------------------------------------------------------------------------------------------ a damaged run folder
+
+SMALL = Config(epochs=1, batch_size=512, train_fraction=0.5, threads=1, device="cpu")
+
+
+@pytest.fixture(scope="session")
+def comparison(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("comparison") / "all"
+    compare.compare(SMALL, ["softmax", "gsoftmax"], 2, folder, jobs=1)
+    return folder
+
+
+def everything(folder: Path) -> dict[str, Callable[[], object]]:
+    """All that a command would take from a comparison's folder, by what is done; no run of it is trained."""
+    run = folder / "gsoftmax" / "seed-0"
+    wanted = SMALL.override({"head": "gsoftmax"})
+
+    def told(doc: dict) -> str:
+        return json.dumps({k: v for k, v in doc.items() if k != "commands"}, sort_keys=True)
+
+    def weights() -> list[float]:
+        return [float(v.double().sum()) for v in load(run).state_dict().values()]
+
+    return {
+        "report": lambda: told(report_data.from_runs([run])),
+        "report of the comparison": lambda: told(report_data.from_runs([folder], "all")),
+        "analyze": lambda: analyze(run, name="x").metrics,
+        "load": weights,
+        "evaluate": lambda: {k: float(v.double().sum()) for k, v in saved_outputs(run).items()},
+        "train --resume": lambda: train.train(wanted, run, resume=True),
+        "compare": lambda: compare.compare(SMALL, ["softmax", "gsoftmax"], 2, folder, jobs=1)["metrics"],
+        "reproduce": lambda: reproduce.read_seeds(recipes.find("wrn-cifar10-softmax"), run.parent)[0].result,
+    }
+
+
+RUN_FILES = ["config.json", "environment.json", "metrics.jsonl", "model.safetensors", "outputs.safetensors"]
+DAMAGED = [f"gsoftmax/seed-0/{name}" for name in (*RUN_FILES, "SHA256SUMS")] + ["summary.json"]
+
+
+@pytest.fixture(scope="session")
+def undamaged(comparison) -> dict[str, object]:
+    return {name: call() for name, call in everything(comparison).items()}
+
+
+def refused_or_the_same(folder: Path, undamaged: dict[str, object], damage: str) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("a finished run is trained again")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "prepare", never)
+        for name, call in everything(folder).items():
+            try:
+                found = call()
+            except DOCUMENTED as error:
+                assert str(error) and "\n" not in str(error), (damage, name, error)
+            else:
+                assert found == undamaged[name], (damage, name)
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_flipped_bit_is_never_another_number(name, comparison, undamaged, tmp_path):
+    """Everything that reads a finished run refuses it, or returns what it returned before."""
+    folder = tmp_path / "all"
+    shutil.copytree(comparison, folder)
+    good = (folder / name).read_bytes()
+    rng = random.Random(0)
+    for _ in range(6 * int(os.environ.get("EXPLORE") or 1)):
+        at, bit = rng.randrange(len(good)), rng.randrange(8)
+        (folder / name).write_bytes(good[:at] + bytes([good[at] ^ 1 << bit]) + good[at + 1 :])
+        refused_or_the_same(folder, undamaged, f"byte {at}, bit {bit}")
+        shutil.copy(comparison / "summary.json", folder / "summary.json")
+
+
+VALUES = ["", "[]", "5", "null", "{", "word", '"text"', "{}", "[" * 9999, '{"data": 5}', '{"data": []}', '{"heads": 5}']
+
+
+@pytest.mark.parametrize("name", [n for n in DAMAGED if n.endswith((".json", ".jsonl"))])
+@pytest.mark.parametrize("older", [False, True])
+def test_other_json_in_a_run_folder_is_one_line(name, older, comparison, tmp_path):
+    """Also where no checksums are: of an older version, or removed by whoever changed the file."""
+    folder = tmp_path / "all"
+    shutil.copytree(comparison, folder)
+    if older:
+        (folder / "gsoftmax/seed-0/SHA256SUMS").unlink()
+    good = (folder / name).read_text()
+    values = [
+        *VALUES,
+        good[: len(good) // 2],
+        good.replace(":", ": [", 1),
+        good.replace('"classes": [', '"classes": [5,'),
+    ]
+    for value in values:
+        for call in everything(folder).values():
+            (folder / name).write_text(value)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(build, "prepare", Mock(side_effect=OSError("training begins again")))
+                documented(call)
+        shutil.copy(comparison / "summary.json", folder / "summary.json")
+
+
+@fuzz(40)
+@given(
+    st.recursive(
+        JSON,
+        lambda inner: st.dictionaries(
+            st.sampled_from(["data", "classes", "name", "fingerprints", "command", "torchrun", "processes"]),
+            inner,
+            max_size=4,
+        ),
+    )
+)
+def test_environments(comparison, value):
+    path = comparison / "gsoftmax/seed-0/environment.json"
+    good, sums = path.read_bytes(), path.with_name("SHA256SUMS").read_bytes()
+    try:
+        path.with_name("SHA256SUMS").unlink()
+        path.write_text(json.dumps(value))
+        for name, call in everything(comparison).items():
+            if name != "compare":
+                documented(call)
+    finally:
+        path.write_bytes(good)
+        path.with_name("SHA256SUMS").write_bytes(sums)
 
 
 # ------------------------------------------------------------------------------------------------------------- words
