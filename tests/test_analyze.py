@@ -225,7 +225,7 @@ def test_the_error_of_x_is_that_of_the_outputs_without_their_gaussians(tmp_path)
     assert list(found.images) == ["error", "error_x", "nll"]
     assert found.images["error_x"].difference == 0 != found.images["error"].difference
     assert list(from_outputs(tmp_path / "a.npz", tmp_path / "b.npz")["metrics"])[:2] == ["error", "error_x"]
-    table = over_images(from_outputs(tmp_path / "a.npz", tmp_path / "b.npz"))
+    (table,) = over_images(from_outputs(tmp_path / "a.npz", tmp_path / "b.npz"))
     assert [row[0] for row in table.rows] == ["error, points", "error of x, points", "NLL"]
 
 
@@ -257,7 +257,7 @@ def test_models_on_different_images_are_rejected(tmp_path):
     a = save(tmp_path / "a.npz", x=x, y=y)
     swapped = y.copy()
     swapped[[3, 9]] = (y[[3, 9]] + 1) % 5
-    with pytest.raises(ValueError, match="same images in the same order: y differs first in row 3"):
+    with pytest.raises(ValueError, match="same images in the same order: y of b differs first in row 3"):
         compare_outputs(a, save(tmp_path / "b.npz", x=x, y=swapped))
     with pytest.raises(ValueError, match="a has rows 400, c has 399"):
         compare_outputs(a, save(tmp_path / "c.npz", x=x[1:], y=y[1:]))
@@ -349,7 +349,9 @@ def test_files_that_are_not_what_they_say(tmp_path):
     with pytest.raises(ValueError, match="ends in .npz, .safetensors, .csv, got a.txt"):
         analyze(tmp_path / "a.txt")
     np.savez(tmp_path / "b.npz", z=x)
-    with pytest.raises(ValueError, match="b.npz must have x and y, got neither"):
+    with pytest.raises(
+        ValueError, match="b.npz must have x .or h and W. and y, got neither; x may be called logits; y .* labels"
+    ):
         analyze(tmp_path / "b.npz")
     path = save(tmp_path / "c.npz", x=x, y=y)
     data = bytearray(path.read_bytes())
@@ -391,7 +393,10 @@ def test_csv_reads_names_and_reports_the_line_of_an_error(tmp_path):
     np.testing.assert_allclose(found.measures["compactness"], [2.0, 1.0])
     for text, words in (
         ("1,2,3\n4,5,6\n", "must begin with a header"),
-        ("a,b\n1,2\n", "must have a column y, or y:NAME for every output, got a, b"),
+        (
+            "a,b\n1,2\n",
+            "must have a column y, or y:NAME for every output .or labels, label, targets, target., got a, b",
+        ),
         ("a,a,y\n1,2,0\n", "must have different names, got 'a' twice"),
         ("a,b,y\n1,2,0\n1,x,0\n", "row 2 of a.csv, column 'b', must be a number, got 'x'"),
         ("a,b,y\n1,2,0\n1,,0\n", "row 2 of a.csv, column 'b', must be a number, got ''"),

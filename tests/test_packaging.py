@@ -236,7 +236,7 @@ def table_config(folder: Path) -> Config:
 
 def document(folder: Path):
     np.savez(folder / "outputs.npz", x=np.random.default_rng(0).normal(size=(90, 3)), y=np.arange(90) % 3)
-    return report.from_outputs(folder / "outputs.npz", None)
+    return report.from_outputs(folder / "outputs.npz")
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

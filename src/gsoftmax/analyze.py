@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import NormalDist
 
 import numpy as np
+import torch
 
-from . import geometry, metrics, significance
+from . import bootstrap, geometry, metrics, significance
+from .collapse import Collapse, FeatureStatistics, NearestMean, View
 from .geometry import ClassGeometry, ClassStatistics
 from .outputs import IGNORE, Block, Outputs, open_outputs
 from .significance import McNemar, mcnemar
@@ -24,9 +27,12 @@ __all__ = [
     "ClassGaussians",
     "Comparison",
     "Distributions",
+    "FeatureView",
+    "Features",
     "McNemar",
     "analyze",
     "class_gaussians",
+    "compare_models",
     "compare_outputs",
     "mcnemar",
 ]
@@ -37,13 +43,21 @@ _AP_MEMORY = 2**28  # bytes of scores held for average precision; more labels th
 _LOG_P_MIN = math.log(metrics.P_MIN)
 _NEAREST = 3  # impostors listed by name
 _MOST_NEAREST = 1000  # classes for which they are looked for: the search is quadratic
+_MOST_FEATURES = 8192  # columns of h: their scatter takes 0.5 GB
+_MOST_VIEWED = 1024  # columns of x, and classes, of a two-dimensional view
+_SHOWN = 1500  # points of a view
+_RESAMPLED = 2**28  # bytes of x held for the bootstrap; more rows than fit take more passes
+_DRAWS = 2**36  # numbers of x times resamples, above which there are fewer resamples, but at least _FEW_RESAMPLES
+_FEW_RESAMPLES = 200
+_JUDGED = 20  # images from which on a model is compared with chance
+_CHANCE_Z = NormalDist().inv_cdf(1 - significance.ALPHA)
 
 _SINGLE = ("error", "error_x", "nll", "ece")
 _MULTI = ("mAP", "mAP_voc12", "C_P", "C_R", "C_F1_mean", "O_P", "O_R", "O_F1", "ece", "nll", "hamming")
 
 Rows = dict[
     str, np.ndarray
-]  # one value per row used: wrong, nll, clipped and, of single labels, y, confidence, wrong_x
+]  # one value per row used: wrong, nll, clipped and, of single labels, y, predicted, confidence, wrong_x
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +82,34 @@ class Distributions:
 
 
 @dataclass(frozen=True, eq=False)
+class Features:
+    """Measures of the features h of single-label data (see `gsoftmax.collapse`)."""
+
+    collapse: Collapse  # NC1 to NC3, Fisher ratio, effective rank
+    nc4: float  # share of images that the nearest class mean and the model put into different classes
+    accuracy: float  # of the nearest class mean, the means being those of the same images
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """By the keys of `gsoftmax.measures`; nan left out."""
+        found = {k: v for k, v in asdict(self.collapse).items() if k != "classes"}
+        found = {**found, "nc4": self.nc4, "ncm_error": 1 - self.accuracy}
+        return {k: v for k, v in found.items() if not math.isnan(v)}
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureView:
+    """A sample of images on two axes of the feature space."""
+
+    name: str  # "PCA" or "LDA"
+    of: str  # "h" or "x"
+    share: tuple[float, float]  # of the variance (PCA), or of the separation of the classes (LDA)
+    points: np.ndarray  # (n, 2)
+    y: np.ndarray  # (n,) class of each point
+    means: np.ndarray  # (C, 2) class means; nan without examples
+
+
+@dataclass(frozen=True, eq=False)
 class Analysis:
     """One model on one test set.  Per-class arrays are (C,) float64, nan where a class has no such number."""
 
@@ -86,6 +128,10 @@ class Analysis:
     learned_absent: np.ndarray | None  # (C, 2) mu and sigma of x-, where a label has two Gaussians
     notes: tuple[str, ...]  # what was left out, and other things to know
     train: ClassStatistics | None = None  # of the training set, where a run saved them
+    features: Features | None = None  # where the file has h
+    views: tuple[FeatureView, ...] = ()  # of h, or else of x
+    intervals: dict[str, np.ndarray] | None = None  # (C, 2) of accuracy, compactness, separability and ratio
+    chance: float | None = None  # accuracy expected of predictions unrelated to y, where the model is not better
 
     @property
     def measures(self) -> dict[str, np.ndarray]:
@@ -115,7 +161,12 @@ class Comparison:
 
     classes: dict[str, significance.Paired]  # paired over classes: the measures and the score
     images: dict[str, significance.Paired]  # over images: error (multi-label: wrong labels), error_x (not there), nll
-    mcnemar: McNemar | None  # single label only
+    exact: dict[str, McNemar]  # of error and error_x; single label only
+
+    @property
+    def mcnemar(self) -> McNemar | None:
+        """Of the error."""
+        return self.exact.get("error")
 
 
 def analyze(
@@ -125,12 +176,14 @@ def analyze(
     points: int = 500,
     most_points: int = MOST_POINTS,
     name: str | None = None,
+    resamples: int = 0,
 ) -> Analysis:
     """Reads a file of outputs once (multi-label files may need several passes) and measures its classes.
 
     path, names, name: as in `open_outputs`
     points: how many (x, p) pairs of a class are kept for drawing, own and impostor together
     most_points: of all classes together
+    resamples: of the bootstrap, for the intervals of every class; 0 for none
 
     >>> import tempfile
     >>> x, y = np.array([[2.0, 0.0], [3.0, 1.0], [0.0, 3.0], [1.0, 5.0]]), np.array([0, 0, 1, 1])
@@ -141,7 +194,7 @@ def analyze(
     (('cat', 'dog'), 0.0, [2.0, 1.0])
     """
     file = open_outputs(path, names=names, name=name)
-    return _analyze([file], min(points, most_points // file.num_classes))[0][0]
+    return _analyze([file], min(points, most_points // file.num_classes), resamples)[0][0]
 
 
 def compare_outputs(
@@ -155,42 +208,68 @@ def compare_outputs(
 
     first, second: files of outputs of the same images, in the same order; names, points: as in `analyze`
     """
-    labels = _two_names(Path(first), Path(second))
-    a, b = (open_outputs(path, names=names, name=label) for path, label in zip((first, second), labels, strict=True))
-    kinds = ["several labels" if file.multilabel else "one label" for file in (a, b)]
-    for what, left, right in (
-        ("rows", a.n, b.n),
-        ("classes", a.num_classes, b.num_classes),
-        ("kind of labels", *kinds),
-    ):
-        if left != right:
-            raise ValueError(
-                f"both files must hold the same test set: {a.name} has {what} {left}, {b.name} has {right}"
-            )
-    if not (a.names_given or names) and b.names_given:
-        a.classes = b.classes
-    (one, of_one), (two, of_two) = _analyze([a, b], min(points, MOST_POINTS // a.num_classes))
-    measures = {k: significance.paired(v, two.measures[k]) for k, v in one.measures.items()}
-    images = {"error": significance.paired(of_one["wrong"], of_two["wrong"])}
-    exact = None
-    if not one.multilabel:
-        images["error_x"] = significance.paired(of_one["wrong_x"], of_two["wrong_x"])
-        exact = mcnemar(*(int((b["wrong"] > a["wrong"]).sum()) for a, b in ((of_one, of_two), (of_two, of_one))))
-    images["nll"] = significance.paired(of_one["nll"], of_two["nll"])
-    return one, two, Comparison(measures, images, exact)
+    (one, two), (found,) = compare_models([first, second], names=names, points=points)
+    return one, two, found
 
 
-def _analyze(files: Sequence[Outputs], points: int) -> list[tuple[Analysis, Rows]]:
-    """One pass over one or two files side by side; rows that one of them cannot use are left out of both."""
+def compare_models(
+    paths: Sequence[str | os.PathLike[str]],
+    *,
+    names: Sequence[str] | None = None,
+    points: int = 500,
+    resamples: int = 0,
+) -> tuple[list[Analysis], list[Comparison]]:
+    """Models on the same test set: each, and each after the first against the first.
+
+    paths: files of outputs of the same images, in the same order; names, points, resamples: as in `analyze`
+    """
+    labels = _different_names([Path(path) for path in paths]) if len(paths) > 1 else [None]
+    files = [open_outputs(path, names=names, name=label) for path, label in zip(paths, labels, strict=True)]
+    a = files[0]
+    for b in files[1:]:
+        kinds = ["several labels" if file.multilabel else "one label" for file in (a, b)]
+        for what, left, right in (
+            ("rows", a.n, b.n),
+            ("classes", a.num_classes, b.num_classes),
+            ("kind of labels", *kinds),
+        ):
+            if left != right:
+                raise ValueError(
+                    f"all files must hold the same test set: {a.name} has {what} {left}, {b.name} has {right}"
+                )
+    if not (a.names_given or names):
+        a.classes = next((b.classes for b in files if b.names_given), a.classes)
+    found = _analyze(files, min(points, MOST_POINTS // (a.num_classes * max(1, len(files) - 1))), resamples)
+    return [analysis for analysis, _ in found], [_compare(found[0], other) for other in found[1:]]
+
+
+def _compare(first: tuple[Analysis, Rows], second: tuple[Analysis, Rows]) -> Comparison:
+    (one, of_one), (two, of_two) = first, second
+    classes = {k: significance.paired(v, two.measures[k]) for k, v in one.measures.items()}
+    keys = {"error": "wrong"} if one.multilabel else {"error": "wrong", "error_x": "wrong_x"}
+    images = {k: significance.paired(of_one[row], of_two[row]) for k, row in (keys | {"nll": "nll"}).items()}
+    exact = {}
+    for key, row in keys.items() if not one.multilabel else ():
+        counts = (int((b[row] > a[row]).sum()) for a, b in ((of_one, of_two), (of_two, of_one)))
+        exact[key] = mcnemar(*counts)
+    return Comparison(classes, images, exact)
+
+
+def _analyze(files: Sequence[Outputs], points: int, resamples: int) -> list[tuple[Analysis, Rows]]:
+    """One pass over files side by side; rows that one of them cannot use are left out of all."""
     head = files[0]
     tallies = [_Tally(f, points) for f in files]
     start = bad = ignored = 0
     masks = []  # rows used
     for blocks in zip(*(f.blocks(max(1, _BLOCK // head.num_classes)) for f in files), strict=True):
         y = blocks[0].y
-        if len(blocks) == 2 and not np.array_equal(y, blocks[1].y):
-            row = start + int(np.flatnonzero((y != blocks[1].y).reshape(len(y), -1).any(1))[0])
-            raise ValueError(f"both files must hold the same images in the same order: y differs first in row {row}")
+        for file, block in zip(files, blocks, strict=True):
+            if start == 0:
+                _reject_probabilities(file, block)
+            if not np.array_equal(y, block.y):
+                row = start + int(np.flatnonzero((y != block.y).reshape(len(y), -1).any(1))[0])
+                told = f"y of {file.name} differs first in row {row}"
+                raise ValueError(f"all files must hold the same images in the same order: {told}")
         used = np.ones(len(y), bool) if head.multilabel else y != IGNORE
         finite = np.logical_and.reduce([b.finite() for b in blocks])
         ignored, bad = ignored + int((~used).sum()), bad + int((used & ~finite).sum())
@@ -203,7 +282,17 @@ def _analyze(files: Sequence[Outputs], points: int) -> list[tuple[Analysis, Rows
         raise ValueError(f"{head.name} has no rows that can be used: {reason}")
     notes = [f"{_count(ignored, 'row')} labelled {IGNORE} left out"] if ignored else []
     notes += [f"{_count(bad, 'row')} with nan or inf left out"] if bad else []
-    return [tally.result(notes, np.concatenate(masks)) for tally in tallies]
+    return [tally.result(notes, np.concatenate(masks), resamples) for tally in tallies]
+
+
+def _reject_probabilities(file: Outputs, block: Block) -> None:
+    """Raises for x that holds probabilities: their Gaussians, and the softmax of them, mean nothing."""
+    x = block.positive[block.finite()]
+    if not len(x) or x.shape[1] < 2 or x.min() < 0 or x.max() > 1:
+        return
+    if not file.multilabel and np.allclose(x.sum(1), 1, atol=1e-3):
+        how = "its rows sum to 1: save x=numpy.log(p), which is as good as the logits, and p=p"
+        raise ValueError(f"x of {file.name} holds probabilities, {how}")
 
 
 class _Tally:
@@ -219,6 +308,11 @@ class _Tally:
         # several labels: the scores of as many columns as memory allows, the rest in later passes
         self.columns = max(1, _AP_MEMORY // (9 * max(file.n, 1)))
         self.scores: list[tuple[np.ndarray, np.ndarray]] = []
+        self.features: FeatureStatistics | None = None
+        self.sample = _Sample()
+        width = 0 if file.multilabel else file.width or (c if c <= _MOST_VIEWED else 0)
+        if 1 < width <= _MOST_FEATURES:
+            self.features = FeatureStatistics(c, width)
 
     def update(self, block: Block, number: np.ndarray) -> None:
         """Takes in a block of usable rows; number: of each row in the file."""
@@ -227,6 +321,10 @@ class _Tally:
             return
         self.statistics.update(x, y)
         self.distributions.update(x, y)
+        if self.features is not None:
+            h = x if block.h is None else block.h
+            self.features.update(h, y)
+            self.sample.update(h, y, number)
         p, log_true = self.file.probabilities(block)
         self.points.update(x, p, y, number)
         clipped: np.ndarray = log_true < _LOG_P_MIN
@@ -236,12 +334,14 @@ class _Tally:
             self.rows.append({"wrong": ((p >= 0.5) != has).mean(1), "nll": nll.mean(1), "clipped": np.any(clipped, 1)})
             self.scores.append((p[:, : self.columns].copy(), has[:, : self.columns].copy()))
         else:
-            rows = {"y": y, "wrong": np.asarray(p.argmax(1) != y), "nll": nll, "clipped": clipped}
+            predicted = np.asarray(p.argmax(1))
+            rows = {"y": y, "predicted": predicted, "wrong": predicted != y, "nll": nll, "clipped": clipped}
             self.rows.append(rows | {"confidence": p.max(1), "wrong_x": x.argmax(1) != y})
 
-    def result(self, notes: Sequence[str], used: np.ndarray) -> tuple[Analysis, Rows]:
+    def result(self, notes: Sequence[str], used: np.ndarray, resamples: int) -> tuple[Analysis, Rows]:
         file, found = self.file, self.statistics.geometry()
         rows = {key: np.concatenate([block[key] for block in self.rows]) for key in self.rows[0]}
+        chance = None if file.multilabel else self._chance(rows)
         numbers, score, table = self._several(used) if file.multilabel else self._single(rows)
         numbers |= {
             "hamming": float(rows["wrong"].mean()),
@@ -262,6 +362,13 @@ class _Tally:
                 f"{file.num_classes} classes: the impostors of a class are pooled into one Gaussian (the full table is "
                 f"kept up to {geometry.FULL_TABLE_LIMIT})"
             )
+        if chance is not None:
+            told.append(
+                f"the error, {100 * rows['wrong'].mean():.2f} %, is no better than that of guessing, "
+                f"{100 * (1 - chance):.2f} %: no geometry is shown; do the rows of x and y belong together?"
+            )
+        if file.width > _MOST_FEATURES:
+            told.append(f"h has {file.width:,} columns: features are measured up to {_MOST_FEATURES:,}")
         train = None
         if file.train is not None:
             form = int(file.train["form"])
@@ -283,8 +390,65 @@ class _Tally:
             learned_absent=file.absent,
             notes=(*told, *_left_out(found.left_out, file.classes)),
             train=train,
+            features=self._features(rows, used),
+            views=() if self.features is None else self.sample.views(self.features, "h" if file.width else "x"),
+            intervals=self._intervals(rows, used, resamples) if resamples and chance is None else None,
+            chance=chance,
         )
         return analysis, rows
+
+    def _chance(self, rows: Rows) -> float | None:
+        """The expected accuracy of predictions unrelated to y, as frequent as the model's, if it is not better; outputs
+        that are features are an error."""
+        y, predicted, c = rows["y"], rows["predicted"], self.file.num_classes
+        frequency = np.bincount(y, minlength=c)
+        expected = float((frequency / len(y)) @ (np.bincount(predicted, minlength=c) / len(y)))
+        z = (np.mean(y == predicted) - expected) / math.sqrt(max(expected * (1 - expected), 1 / len(y)) / len(y))
+        if len(y) < _JUDGED or frequency.max() == len(y) or z > _CHANCE_Z:
+            return None
+        if 2 * (labels := int(y.max()) + 1) <= c:
+            raise ValueError(
+                f"x of {self.file.name} has {c} columns, y has {labels} classes, and the error is "
+                f"{100 * np.mean(y != predicted):.1f} %: this looks like features; save them as h, and the logits as x "
+                "(or the classifier's W and b)"
+            )
+        return expected
+
+    def _features(self, rows: Rows, used: np.ndarray) -> Features | None:
+        """Measures of h, which take a second pass."""
+        if self.features is None or not self.file.width:
+            return None
+        nearest, start, seen = NearestMean(self.features), 0, 0
+        for h in self.file.features(max(1, _BLOCK // self.file.width)):
+            kept = h[used[start : start + len(h)]]
+            mine = slice(seen, seen + len(kept))
+            nearest.update(kept, rows["y"][mine], rows["predicted"][mine])
+            start, seen = start + len(h), seen + len(kept)
+        return Features(self.features.measures(self.file.weight), nearest.nc4, nearest.accuracy)
+
+    def _intervals(self, rows: Rows, used: np.ndarray, resamples: int) -> dict[str, np.ndarray] | None:
+        """Ends of the 95 % interval of every class, from further passes over as many classes as fit into memory."""
+        file, y = self.file, rows.get("y")
+        if y is None or self.statistics.pooled:
+            return None
+        c, count = file.num_classes, np.bincount(y, minlength=file.num_classes)
+        right = np.bincount(y, ~rows["wrong"], c)
+        ends = np.full((len(bootstrap.MEASURES), c, 2), np.nan)
+        resamples = min(resamples, max(_FEW_RESAMPLES, _DRAWS // (len(y) * c)))
+        group = np.cumsum(8 * c * count) // _RESAMPLED  # of classes that are read together
+        for chosen in (np.flatnonzero(group == g) for g in np.unique(group)):
+            inside, start, parts = np.isin(np.arange(c), chosen), 0, []
+            for block in file.blocks(max(1, _BLOCK // c)):
+                kept = used[start : start + len(block.y)]
+                start += len(kept)
+                kept = kept & inside[np.where(kept, block.y, 0)]
+                parts.append((block.positive[kept], block.y[kept]))
+            x, labels = (np.concatenate(part) for part in zip(*parts, strict=True))
+            order = np.argsort(labels, kind="stable")
+            edges = np.searchsorted(labels[order], [chosen, chosen + 1])
+            for k, first, last in zip(chosen.tolist(), *edges.tolist(), strict=True):
+                ends[:, k] = bootstrap.class_intervals(x[order[first:last]], k, resamples)
+        return {"accuracy": significance.wilson(right, count), **dict(zip(bootstrap.MEASURES, ends, strict=True))}
 
     def _single(self, rows: Rows) -> tuple[dict[str, float], np.ndarray, np.ndarray]:
         """Metrics, accuracy of each class, and the bins of the reliability diagram."""
@@ -378,6 +542,37 @@ class _Distributions:
         skewness, kurtosis, p = np.array([(s.skewness, s.kurtosis, s.p) for s in shapes]).T
         own, other = (np.where(np.isfinite(v), v * [-1, 1], np.nan) for v in (self.own, self.other))
         return Distributions(skewness, kurtosis, p, own, other)
+
+
+class _Sample:
+    """Some rows of the features, those whose scrambled number is smallest: the same rows of every model."""
+
+    def __init__(self) -> None:
+        self.kept: tuple[np.ndarray, ...] | None = None  # scrambled numbers, labels and features
+
+    def update(self, h: np.ndarray, y: np.ndarray, number: np.ndarray) -> None:
+        new: tuple[np.ndarray, ...] = (_scramble(number), y, h)
+        if self.kept is not None:
+            new = tuple(map(np.concatenate, zip(self.kept, new, strict=True)))
+        first = np.argsort(new[0], kind="stable")[:_SHOWN]
+        self.kept = tuple(part[first] for part in new)
+
+    def views(self, statistics: FeatureStatistics, of: str) -> tuple[FeatureView, ...]:
+        assert self.kept is not None
+        _, y, h = self.kept
+        present = int((statistics.count > 0).sum())
+        found: dict[str, View] = {}
+        if present <= _MOST_VIEWED:
+            for name, make in (("PCA", statistics.pca), ("LDA", statistics.lda)):
+                try:
+                    found[name] = make()
+                except ValueError:  # too few classes or directions for two axes
+                    continue
+        means = torch.where(statistics.count[:, None] > 0, statistics.mean, torch.nan)
+        return tuple(
+            FeatureView(name, of, view.share, view.project(h).numpy(), y, view.project(means).numpy())
+            for name, view in found.items()
+        )
 
 
 class _Points:
@@ -482,13 +677,14 @@ def _left_out(reasons: Mapping[int, str], classes: Sequence[str]) -> list[str]:
     return notes
 
 
-def _two_names(first: Path, second: Path) -> tuple[str, str]:
-    """Different names for two files, adding path components until they differ."""
-    a, b = ([*p.resolve().parent.parts, p.name if p.is_dir() else p.stem] for p in (first, second))
-    for k in range(1, min(len(a), len(b)) + 1):
-        if a[-k:] != b[-k:]:
-            return "/".join(a[-k:]), "/".join(b[-k:])
-    return "first", "second"
+def _different_names(paths: Sequence[Path]) -> list[str | None]:
+    """Different names for files, adding path components until they differ."""
+    parts = [[*p.resolve().parent.parts, p.name if p.is_dir() else p.stem] for p in paths]
+    for k in range(1, max(map(len, parts)) + 1):
+        names: list[str | None] = ["/".join(part[-k:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"model {k}" for k in range(1, len(paths) + 1)]
 
 
 def _count(n: int, what: str) -> str:

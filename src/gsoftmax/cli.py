@@ -242,7 +242,13 @@ def parser() -> argparse.ArgumentParser:
         argument("--class", dest="class_name", metavar="NAME", help="class of the single-class figures"),
     )
     outputs = "x (N, C), y (N,) or (N, C), optionally p, names, mu, sigma, lam"
-    against = argument("--against", metavar="OTHER", help="another model's outputs on the same images")
+    against = argument(
+        "--against",
+        metavar="OTHER",
+        action="append",
+        default=[],
+        help="another model's outputs on the same images; repeatable",
+    )
     add(_analyze, argument("outputs", metavar="OUTPUTS", help=outputs), against, *report)
     paper = argument("--paper", metavar="DIR", help="the paper's tables with the runs of `gsoftmax reproduce` in DIR")
     add(_report, argument("runs", nargs="*", metavar="RUN"), paper, *report)
@@ -494,7 +500,8 @@ def _analyze(args: argparse.Namespace) -> None:
     example:
       gsoftmax analyze softmax.npz --against mine.npz      # two models on the same images
     """
-    _write_report(args, gsoftmax.report.from_outputs(args.outputs, args.against), f"{Path(args.outputs).stem}-report")
+    doc = gsoftmax.report.from_outputs(args.outputs, *args.against)
+    _write_report(args, doc, f"{Path(args.outputs).stem}-report")
 
 
 def _report(args: argparse.Namespace) -> None:

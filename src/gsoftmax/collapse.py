@@ -101,6 +101,7 @@ class FeatureStatistics:
         self.count = torch.zeros(num_classes, dtype=torch.float64, device=device)  # exact below 2^53
         self.mean = torch.zeros(num_classes, features, dtype=torch.float64, device=device)
         self.within = torch.zeros(features, features, dtype=torch.float64, device=device)  # sum of squared deviations
+        self._eigen: tuple[Tensor, Tensor] | None = None  # of the scatter
 
     @torch.no_grad()
     def update(self, h: ArrayLike, y: ArrayLike) -> FeatureStatistics:
@@ -164,6 +165,7 @@ class FeatureStatistics:
         self.within += within + (step * (before * count / total)[:, None]).T @ step
         self.mean[present] += step * (count / total)[:, None]
         self.count[present] = total
+        self._eigen = None
 
     def _between(self) -> tuple[Tensor, Tensor, Tensor]:
         """Number of examples of each class that has some, its mean minus the mean of all examples, and that mean."""
@@ -174,10 +176,13 @@ class FeatureStatistics:
         centre = (count[:, None] * mean).sum(0) / count.sum()
         return count, mean - centre, centre
 
-    def scatter(self) -> Tensor:
-        """(D, D) sum of (h - mean)(h - mean)^T over all examples."""
-        count, mean, _ = self._between()
-        return self.within + (mean * count[:, None]).T @ mean
+    def _spectrum(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues, ascending, and eigenvectors of the sum of (h - mean)(h - mean)^T over all examples."""
+        if self._eigen is None:
+            count, mean, _ = self._between()
+            values, vectors = torch.linalg.eigh(self.within + (mean * count[:, None]).T @ mean)
+            self._eigen = values, vectors
+        return self._eigen
 
     def measures(self, weight: ArrayLike | None = None) -> Collapse:
         """All measures of the features, except those of the nearest class mean (see `NearestMean`).
@@ -192,6 +197,9 @@ class FeatureStatistics:
         known = s > max(means.shape) * torch.finfo(s.dtype).eps * s.max()  # the rank of Sigma_B
         along = ((v @ self.within) * v).sum(1)[known] / n
         norms, angles, simplex = _frame(means)
+        values, _ = self._spectrum()
+        # below this an eigenvalue is a rounding error, whose square root would not be small
+        values = values[values > len(values) * torch.finfo(values.dtype).eps * values.max()]
         nc3 = w_norms = w_simplex = math.nan
         if weight is not None:
             w = _matrix("W", weight, self.features).to(mean.device, torch.float64)
@@ -211,14 +219,12 @@ class FeatureStatistics:
             w_norms=w_norms,
             w_simplex=w_simplex,
             fisher=(between / within if within else math.inf) if m > 1 else math.nan,
-            effective_rank=effective_rank(self.scatter()),
+            effective_rank=effective_rank(values.sqrt()),
         )
 
     def pca(self) -> View:
         """The two axes of the largest variance."""
-        _, _, centre = self._between()
-        values, vectors = torch.linalg.eigh(self.scatter())
-        return _view(centre, values, vectors)
+        return _view(self._between()[2], *self._spectrum())
 
     def lda(self) -> View:
         """The two axes that separate the classes best: the leading eigenvectors of Sigma_W^+ S_B, S_B weighing classes
@@ -296,21 +302,17 @@ def nearest_mean(h: ArrayLike, mean: ArrayLike) -> Tensor:
     return torch.cat(parts)
 
 
-def effective_rank(scatter: ArrayLike) -> float:
-    """exp of the entropy of the singular values of a matrix A, scaled to sum 1 (Roy and Vetterli 2007).
+def effective_rank(singular_values: ArrayLike) -> float:
+    """exp of the entropy of the singular values, scaled to sum 1 (Roy and Vetterli 2007); nan without any above 0.
 
-    scatter: A^T A, (D, D)
+    singular_values: (k,) of a matrix
 
-    >>> round(effective_rank(torch.eye(5)), 6)
+    >>> round(effective_rank(torch.ones(5)), 6)
     5.0
     """
-    values = torch.linalg.eigvalsh(_matrix("scatter", scatter).double())
-    # below this an eigenvalue is a rounding error, whose square root would not be small
-    values = values[values > len(values) * torch.finfo(values.dtype).eps * values.max()]
-    if not len(values):
-        return math.nan
-    share = values.sqrt() / values.sqrt().sum()
-    return float((-(share * share.log()).sum()).exp())
+    values = torch.as_tensor(singular_values, dtype=torch.float64)
+    share = values[values > 0] / values.sum()
+    return float((-(share * share.log()).sum()).exp()) if len(share) else math.nan
 
 
 def _frame(rows: Tensor) -> tuple[float, float, float]:

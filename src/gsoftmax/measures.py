@@ -53,6 +53,17 @@ MEASURES = {
         Measure("ece", "ECE", percent=True, smaller_is_better=True),
         Measure("accuracy", "accuracy"),
         Measure("AP", "AP"),
+        Measure("nc1", "NC1, variability within classes", smaller_is_better=True),
+        Measure("nc2_norms", "NC2, norms of class means", smaller_is_better=True),
+        Measure("nc2_angles", "NC2, angles of class means", smaller_is_better=True),
+        Measure("nc2_simplex", "NC2, distance from a simplex", smaller_is_better=True),
+        Measure("nc3", "NC3, W against class means", smaller_is_better=True),
+        Measure("nc4", "NC4, nearest mean against model", percent=True, smaller_is_better=True),
+        Measure("w_norms", "W, norms of rows", smaller_is_better=True),
+        Measure("w_simplex", "W, distance from a simplex", smaller_is_better=True),
+        Measure("ncm_error", "error of the nearest class mean", percent=True, smaller_is_better=True),
+        Measure("fisher", "Fisher ratio"),
+        Measure("effective_rank", "effective rank of h"),
     )
 }
 

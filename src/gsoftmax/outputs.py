@@ -1,14 +1,17 @@
 """Files of model outputs, from any framework: .npz, .safetensors, .csv, or a run folder of this package.
 
     x      (N, C) raw outputs; multi-label also (N, 2, L), absence first            aliases: logits
-    y      (N,) class indices, or (N, C) of 0 and 1 for several labels               aliases: labels, targets, target
+    y      (N,) class indices, or (N, C) of 0 and 1 for several labels               aliases: label(s), target(s)
     p      (N, C) probabilities, if you have them (else softmax or sigmoid of x)     aliases: probabilities
     names  (C,) the classes' names
     mu, sigma, lam    (C,), (C,) and a number: the Gaussians of a G-softmax head; multi-label also (2, L), absence first
+    h      (N, D) features, the inputs of the classifier; .npz and .safetensors      aliases: features
+    W, b   (C, D) and (C,): the classifier; x may be left out where h and W are      aliases: weight, bias
+           there, and is then h W^T + b
 
 A CSV has a header: the column `y` (an index or a class's name), every other column an output that is named after its
-class; for several labels a column `y:NAME` for every output; `p:NAME` for probabilities.  In a .safetensors file the
-names are a JSON list in the metadata.
+class; for several labels a column `y:NAME` for every output; `p:NAME` for probabilities; the aliases are the same.  In
+a .safetensors file the names are a JSON list in the metadata.
 
 Files are read in blocks of rows, so they may be larger than memory, and nothing is ever unpickled.
 """
@@ -43,8 +46,11 @@ __all__ = ["Outputs", "has_outputs", "open_outputs"]
 
 ALIASES = {
     "x": ("x", "logits"),
-    "y": ("y", "labels", "targets", "target"),
+    "y": ("y", "labels", "label", "targets", "target"),
     "p": ("p", "probabilities"),
+    "h": ("h", "features"),
+    "W": ("W", "weight"),
+    "b": ("b", "bias"),
     **{key: (key,) for key in ("mu", "sigma", "lam", "names")},
 }
 IGNORE = -100
@@ -58,6 +64,7 @@ class Block:
     x: np.ndarray  # (rows, C), or (rows, 2, L)
     y: np.ndarray  # (rows,) int64, or (rows, L) uint8
     p: np.ndarray | None  # (rows, C) where the file has it
+    h: np.ndarray | None = None  # (rows, D) where the file has it
 
     @property
     def positive(self) -> np.ndarray:
@@ -68,13 +75,15 @@ class Block:
         """Whether a row has neither nan nor infinity, nor a value whose square overflows."""
         good = np.abs(self.x) < 1e150 if self.x.dtype == np.float64 else np.isfinite(self.x)
         ok: np.ndarray = good.reshape(len(self.x), -1).all(1)
-        return ok if self.p is None else ok & np.isfinite(self.p).all(1)
+        for more in (self.p, self.h):
+            ok = ok if more is None else ok & np.isfinite(more).all(1)
+        return ok
 
     def take(self, rows: np.ndarray) -> Block:
         """The rows where `rows` is true."""
         if rows.all():
             return self
-        return Block(self.x[rows], self.y[rows], None if self.p is None else self.p[rows])
+        return Block(self.x[rows], self.y[rows], *(None if v is None else v[rows] for v in (self.p, self.h)))
 
     def columns(self, which: slice) -> Block:
         """The labels `which` of a multi-label block."""
@@ -99,19 +108,39 @@ class Outputs:
     source: Any  # the reader
     absent: np.ndarray | None = None  # (L, 2) mu and sigma of x-, of a head with two Gaussians per label
     offset: int = 0  # subtracted from y: 1 where labels start at 1
+    width: int = 0  # D, of h; 0 without
+    weight: np.ndarray | None = None  # (C, D) float64, the classifier's W
+    bias: np.ndarray | None = None  # (C,) float64
 
     def blocks(self, rows: int) -> Iterator[Block]:
         """All rows, in order.
 
         rows: how many at a time
         """
-        for part in self.source.rows([key for key in ("x", "y", "p") if key in self.source.shapes], rows):
-            y, x = self.labels(part["y"]), _numbers(part["x"], "x")
+        keys = [key for key in ("x", "y", "p", *(["h"] if self.width else [])) if key in self.source.shapes]
+        for part in self.source.rows(keys, rows):
+            y, h = self.labels(part["y"]), _floats(part["h"], "h") if "h" in part else None
+            x = self.classify(h) if h is not None and "x" not in part else _floats(part["x"], "x")
             if self.offset:
                 y = np.where(y == IGNORE, y, y - self.offset)
-            if x.dtype not in (np.float32, np.float64):
-                x = x.astype(np.float32 if x.dtype == np.float16 else np.float64)
-            yield Block(x, y, _numbers(part["p"], "p") if "p" in part else None)
+            yield Block(x, y, _numbers(part["p"], "p") if "p" in part else None, h)
+
+    def features(self, rows: int) -> Iterator[np.ndarray]:
+        """h of all rows, in order.
+
+        rows: how many at a time
+        """
+        for part in self.source.rows(["h"], rows):
+            yield _floats(part["h"], "h")
+
+    def classify(self, h: np.ndarray) -> np.ndarray:
+        """x = h W^T + b.
+
+        h: (rows, D) features
+        """
+        assert self.weight is not None
+        x: np.ndarray = h.astype(np.float64) @ self.weight.T
+        return x if self.bias is None else x + self.bias
 
     def probabilities(self, block: Block) -> tuple[np.ndarray, np.ndarray]:
         """p in float64 and the log-probability of the true label: (rows,), or (rows, L) for several labels.
@@ -193,9 +222,12 @@ def open_outputs(
     if path.suffix.lower() not in readers:
         raise ValueError(f"outputs must be a run folder or a file that ends in {', '.join(readers)}, got {path.name}")
     source = readers[path.suffix.lower()](path)
-    if not {"x", "y"} <= source.shapes.keys():
-        raise ValueError(f"{path.name} must have x and y, got {', '.join(source.shapes) or 'neither'}")
-    shape, y_shape = source.shapes["x"], source.shapes["y"]
+    shapes = source.shapes
+    if "y" not in shapes or not ("x" in shapes or {"h", "W"} <= shapes.keys()):
+        also = "".join(f"; {key} may be called {' or '.join(ALIASES[key][1:])}" for key in "xy" if key not in shapes)
+        raise ValueError(f"{path.name} must have x (or h and W) and y, got {', '.join(shapes) or 'neither'}{also}")
+    width, weight, bias = _classifier(source)
+    shape, y_shape = shapes["x"] if "x" in shapes else (shapes["h"][0], shapes["W"][0]), shapes["y"]
     if len(shape) not in (2, 3) or (len(shape) == 3 and shape[1] != 2) or 0 in shape:
         raise ValueError(f"x must have the shape (N, C), or (N, 2, L) for several labels, got {shape}")
     n, c = shape[0], shape[-1]
@@ -209,6 +241,10 @@ def open_outputs(
     if source.shapes.get("p", (n, c)) != (n, c):
         raise ValueError(f"p must have the shape ({n}, {c}), got {source.shapes['p']}")
     run_names = run_names if isinstance(run_names, list) else None
+    if width and shapes["h"][0] != n:
+        raise ValueError(f"h must have as many rows as x, {n}, got the shape {shapes['h']}")
+    if weight is not None and len(weight) != c and not multilabel:
+        raise ValueError(f"W must have a row for each of the {c} outputs, got {len(weight)}")
     given = next((g for g in (names, source.names, run_names) if g is not None), None)
     if given is not None and len(given) != c:
         raise ValueError(f"names must be {c}, one for each class, got {len(given)}")
@@ -230,7 +266,16 @@ def open_outputs(
         train=getattr(source, "train", None),
         source=source,
         absent=pairs[0] if pairs is not None and len(pairs) == 2 and multilabel else None,
+        width=0 if multilabel and "x" in shapes else width,
+        weight=weight,
+        bias=bias,
     )
+    if width and multilabel:
+        found.notes.append("h is not measured: neural collapse is defined for one label per image")
+    if "W" in shapes and not width:
+        found.notes.append("W is not measured: there are no features h beside it")
+    if "x" not in shapes:
+        found.notes.append("no x in the file: it is h Wᵀ" + (" + b" if bias is not None else ""))
     _look_at_labels(found)
     if "p" not in source.shapes:
         if multilabel:
@@ -264,6 +309,28 @@ def _look_at_labels(file: Outputs) -> None:
         file.notes.append(f"labels run from 1 to {c}: read as 0 to {c - 1}")
     elif high != -math.inf and (low < 0 or high >= c):
         raise ValueError(f"y must be in 0 to {c - 1} for {c} outputs (or {IGNORE}, left out), got {low} to {high}")
+
+
+def _classifier(source: Any) -> tuple[int, np.ndarray | None, np.ndarray | None]:
+    """The width of h (0 without), W and b, checked against each other."""
+    shapes = source.shapes
+    if "h" not in shapes:
+        return 0, None, None
+    if len(shapes["h"]) != 2 or 0 in shapes["h"]:
+        raise ValueError(f"h must have the shape (N, D), got {shapes['h']}")
+    width = shapes["h"][1]
+    if "W" not in shapes:
+        return width, None, None
+    if len(shapes["W"]) != 2 or shapes["W"][1] != width:
+        hint = ", its transpose" if shapes["W"][:1] == (width,) else ""
+        raise ValueError(f"W must have the shape (C, {width}) beside h {shapes['h']}, got {shapes['W']}{hint}")
+    if shapes.get("b", shapes["W"][:1]) != shapes["W"][:1]:
+        raise ValueError(f"b must have the shape {shapes['W'][:1]} beside W {shapes['W']}, got {shapes['b']}")
+    found = [_numbers(source.whole(key), key).astype(np.float64) if key in shapes else None for key in "Wb"]
+    for key, value in zip("Wb", found, strict=True):
+        if value is not None and not np.isfinite(value).all():
+            raise ValueError(f"{key} must be finite, got {value[~np.isfinite(value)][0]}")
+    return width, found[0], found[1]
 
 
 def _gaussians(source: Any, key: str, classes: int) -> np.ndarray | None:
@@ -428,13 +495,17 @@ class _Csv:
             raise ValueError(f"the columns of {path.name} must have different names, got {twice[0]!r} twice")
         place = {cell: i for i, cell in enumerate(self.header)}
         self.truth = next((place[a] for a in ALIASES["y"] if a in place), None)
-        of: dict[str, dict[str, int]] = {
-            key: {cell[2:]: i for cell, i in place.items() if cell.startswith(f"{key}:")} for key in "yp"
-        }
-        outputs = {c.removeprefix("x:"): i for c, i in place.items() if i != self.truth and c[:2] not in ("y:", "p:")}
+        of: dict[str, dict[str, int]] = {"x": {}, "y": {}, "p": {}}
+        for cell, i in place.items():
+            if i != self.truth:
+                word, _, name = cell.partition(":")
+                key = next((key for key in of if name and word in ALIASES[key]), None)
+                of[key or "x"][name if key else cell] = i
+        outputs = of.pop("x")
         if self.truth is None and not of["y"]:
             told = ", ".join(self.header)[:200]
-            raise ValueError(f"{path.name} must have a column y, or y:NAME for every output, got {told}")
+            also = ", ".join(ALIASES["y"][1:])
+            raise ValueError(f"{path.name} must have a column y, or y:NAME for every output (or {also}), got {told}")
         self.columns = {"x": list(outputs.values())}
         if self.truth is not None:
             self.columns["y"], of["y"] = [self.truth], {}
@@ -509,6 +580,14 @@ def _numbers(value: np.ndarray, name: str, what: str = "numbers") -> np.ndarray:
     if value.dtype.kind not in "biuf":
         raise ValueError(f"{name} must hold {what}, got {value.dtype}")
     return value
+
+
+def _floats(value: np.ndarray, name: str) -> np.ndarray:
+    """In float32 or float64."""
+    value = _numbers(value, name)
+    if value.dtype in (np.float32, np.float64):
+        return value
+    return value.astype(np.float32 if value.dtype == np.float16 else np.float64)
 
 
 def _from_torch(value: torch.Tensor) -> np.ndarray:

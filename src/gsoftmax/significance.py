@@ -35,6 +35,7 @@ __all__ = [
     "t_quantile",
     "t_two_sided",
     "verdict",
+    "wilson",
 ]
 
 ALPHA = 0.05  # the level of every verdict
@@ -139,6 +140,25 @@ def _half_binomial(n: int, k: int) -> float:
     d = [1 / (12 * m) - 1 / (360 * m**3) + 1 / (1260 * m**5) for m in (n, k, n - k)]
     powers = -k * math.log1p((2 * k - n) / n) - (n - k) * math.log1p((n - 2 * k) / n)
     return math.exp(powers + d[0] - d[1] - d[2]) * math.sqrt(n / (2 * math.pi * k * (n - k)))
+
+
+def wilson(successes: ArrayLike, trials: ArrayLike, confidence: float = 0.95) -> np.ndarray:
+    """Wilson's interval of a proportion, (..., 2); nan without trials.  Unlike a bootstrap, it has a width where there
+    was no success or no failure.
+
+    successes, trials: counts of equal shape
+    confidence: of the interval
+
+    >>> wilson([0, 8], [10, 10]).round(3).tolist()
+    [[0.0, 0.278], [0.49, 0.943]]
+    """
+    _check_fraction("confidence", confidence)
+    k, n = _array(successes, "successes"), _array(trials, "trials")
+    z2 = NormalDist().inv_cdf((1 + confidence) / 2) ** 2
+    with np.errstate(divide="ignore", invalid="ignore"):
+        centre = (k + z2 / 2) / (n + z2)
+        half = np.sqrt(z2 * (k * (n - k) / n + z2 / 4)) / (n + z2)  # 0/0 is nan
+    return np.stack([(centre - half).clip(0), (centre + half).clip(max=1)], -1)
 
 
 def holm(pvalues: ArrayLike) -> np.ndarray:

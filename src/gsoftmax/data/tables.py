@@ -423,7 +423,8 @@ def _pair(path: str) -> tuple[Path, Path]:
     train = next((file for file in candidates if file.is_file()), None)
     if train is None:
         raise DataError(f"arff:{path} not found\n  layout: {ARFF.layout}")
-    test = train.with_name(re.sub(r"train(\.arff)?$", r"test\1", train.name))
+    # the last `train` of the name: emotions-train.arff, Corel5k-train-sparse.arff
+    test = train.with_name(re.sub(r"(.*)train(?![a-z])", r"\1test", train.name))
     if test == train or not test.is_file():
         what = "has no test file beside it: give two, or set rows aside with ?test=0.3"
         raise DataError(f"arff:{path} {what}\n  layout: {ARFF.layout}")

@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from .. import tables as table_room
-from ..analyze import analyze, compare_outputs
+from ..analyze import compare_models
 from ..files import make_folder
 from ..tables import Table
 from . import figures as figure_room
 from . import page
-from .data import Document, from_analysis, from_comparison, from_runs
+from .data import Document, from_analyses, from_comparison, from_runs
 from .paper import paper_tables
 from .tables import of_document, summary_by_seed
 
 __all__ = [
     "Document",
     "Table",
-    "from_analysis",
+    "from_analyses",
     "from_comparison",
     "from_outputs",
     "from_runs",
@@ -42,16 +42,15 @@ def write_page(summary: Mapping[str, Any], out: str | os.PathLike[str], title: s
 
 
 def from_outputs(
-    outputs: str | os.PathLike[str], against: str | os.PathLike[str] | None = None, title: str | None = None
+    outputs: str | os.PathLike[str], *against: str | os.PathLike[str], title: str | None = None, resamples: int = 1000
 ) -> Document:
-    """The document of a file of outputs (see `gsoftmax.outputs`), or of two on the same test set.
+    """The document of a file of outputs (see `gsoftmax.outputs`), or of several on the same test set.
 
-    outputs, against: the file, and the file of a second model
+    outputs, against: the file, and the files of other models, each of which is compared with the first
     title: of the report
+    resamples: of the bootstrap, for the intervals of every class; 0 for none
     """
-    if against is None:
-        return from_analysis(analyze(outputs), title=title)
-    return from_analysis(*compare_outputs(outputs, against), title=title)
+    return from_analyses(*compare_models([outputs, *against], resamples=resamples), title=title)
 
 
 def write(

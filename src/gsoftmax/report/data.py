@@ -6,13 +6,17 @@ files of outputs, and from a document that was saved.  nan and inf are None.
     title, kind ("compare" or "analyze"), verdicts, notes, multilabel, classes, heads, seeds, splits, measures
     metrics        metric -> head -> values (one per seed), mean, sd, low, high (interval of the mean), paired
     geometry       one entry per (head, seed, split): the measures of every class, count, own, other, overall, learned,
-                   learned_measures, nearest
+                   learned_measures, nearest; MEASURE_low and MEASURE_high where there are intervals; none of a model
+                   that is not better than chance
     points         one per (head, seed): c class, own, j output, x, p
     calibration    one per (head, seed): count, confidence, right (accuracy)
     curves         one per (head, seed): epoch, loss, lr, ...
     over_classes   head -> measure -> paired difference from the first head
-    over_images    paired and mcnemar, of two models on the same images
+    over_images    model -> paired differences from the first model on the same images (p of errors is McNemar's), and
+                   mcnemar: the images that only one of the two gets right
     correlations   of geometry with the classes' scores
+    features       one per head, of its first seed, and view: name (PCA or LDA), of (h or x), share, and for every point
+                   c class, u, v, and for every class the mean mu, mv
     normality      one per head, of its first seed: for every class count, skewness, kurtosis, p, p_holm, and the ranges
                    own and other
     tuning, trials what was tuned, as in summary.json, or {}; and one entry per (head, key, setting): value, score,
@@ -42,6 +46,7 @@ from ..outputs import has_outputs
 from ..runs import environment, folder_name, read_config, read_environment, read_result, read_rows
 from ..summary import correct, summary_of, verdicts
 from ..tables import p_value, plain, signed
+from . import features
 
 Document = dict[str, Any]
 
@@ -155,8 +160,9 @@ def _from_runs(summary: Mapping[str, Any], runs: Mapping[tuple[str, int], Path],
         notes.update(a.notes)
     doc["notes"] += [note if n == len(ready) else f"{note} (in {n} of {len(ready)} runs)" for note, n in notes.items()]
     for head in heads[1:]:
-        if (heads[0], seeds[0]) in found and (head, seeds[0]) in found:
-            first, second = (_over_seeds([a for (h, _), a in found.items() if h == name]) for name in (heads[0], head))
+        runs = [[a for (h, _), a in found.items() if h == name] for name in (heads[0], head)]
+        if all(runs) and all(a.chance is None for a in (*runs[0], *runs[1])):
+            first, second = map(_over_seeds, runs)
             doc["over_classes"][head] = _json({m: significance.paired(first[m], second[m]) for m in first})
     correct([test for tests in doc["over_classes"].values() for test in tests.values()])
     doc["correlations"] = _correlations(found)
@@ -209,36 +215,39 @@ def _add_origin(doc: Document, runs: Sequence[Path]) -> None:
     doc["environment"] = doc["environment"] or _json(environment())
 
 
-def from_analysis(
-    first: Analysis, second: Analysis | None = None, comparison: Comparison | None = None, title: str | None = None
+def from_analyses(
+    analyses: Sequence[Analysis], comparisons: Sequence[Comparison] = (), title: str | None = None
 ) -> Document:
-    """The document of one model's outputs, or of two models' on the same images.
+    """The document of one model's outputs, or of several models' on the same images.
 
-    first, second, comparison: as `compare_outputs` returns them, or the first alone
+    analyses, comparisons: as `compare_models` returns them
     title: of the report
     """
-    both = [first] if second is None else [first, second]
-    heads = [a.name for a in both]
+    heads, first = [a.name for a in analyses], analyses[0]
     doc = blank(title or " against ".join(reversed(heads)), "analyze", heads, [0], first.multilabel)
-    averages = {a.name: {**a.metrics, **a.geometry.average()} for a in both}
-    order = measures.ordered(averages[first.name])
-    extra = [k for k in first.metrics if k not in order]
-    for metric in (*order, *extra):
+    averages = {a.name: dict(a.metrics) for a in analyses}
+    for a in analyses:
+        if a.chance is None:
+            averages[a.name] |= {**a.geometry.average(), **({} if a.features is None else a.features.metrics)}
+    keys = list(dict.fromkeys(key for of in averages.values() for key in of))
+    order = measures.ordered(keys)
+    for metric in (*order, *(key for key in keys if key not in order)):
         scale = measures.find(metric).scale
         values = {h: scale * averages[h][metric] for h in heads if metric in averages[h]}
         doc["metrics"][metric] = _json({h: {"values": [v], "mean": v, "sd": None} for h, v in values.items()})
-    for a in both:
+    for a in analyses:
         add_analysis(doc, a, a.name, 0)
-        doc["notes"] += [f"{a.name}: {note}" if len(both) > 1 else note for note in a.notes]
-    if comparison is not None:
-        assert second is not None
-        doc["over_classes"] = {second.name: _json(comparison.classes)}
-        doc["over_images"] = _json({"paired": comparison.images, "mcnemar": comparison.mcnemar})
-        correct(list(doc["over_classes"][second.name].values()))
-        correct(list(doc["over_images"]["paired"].values()))
-        doc["verdicts"] = [_against(first, second, comparison)]
-    else:
-        doc["verdicts"] = [_alone(first)]
+        doc["notes"] += [f"{a.name}: {note}" if len(heads) > 1 else note for note in a.notes]
+    for a, found in zip(analyses[1:], comparisons, strict=True):
+        if first.chance is None and a.chance is None:
+            doc["over_classes"][a.name] = _json(found.classes)
+        tests = _json(found.images)
+        for key, exact in found.exact.items():
+            tests[key] |= {"t": None, "p": exact.p}
+        doc["over_images"][a.name] = {"paired": tests, "mcnemar": _json(found.mcnemar)}
+    correct([test for of in doc["over_classes"].values() for test in of.values()])
+    correct([test for of in doc["over_images"].values() for test in of["paired"].values()])
+    doc["verdicts"] = [_against(first, a, doc) for a in analyses[1:]] or [_alone(first)]
     doc["environment"] = _json({k: v for k, v in environment().items() if k not in ("command", "gpu", "threads")})
     doc["commands"] = [command_line()]
     return doc
@@ -248,7 +257,7 @@ def _alone(a: Analysis) -> str:
     images = f"{a.n:,} images, {len(a.classes):,} {'labels' if a.multilabel else 'classes'}"
     score = f"mAP {100 * a.metrics['mAP']:.2f} %" if a.multilabel else f"error {100 * a.metrics['error']:.2f} %"
     sentence = f"{a.name}, {images}: {score}"
-    for measure in PAPER:
+    for measure in PAPER if a.chance is None else ():
         values = getattr(a.geometry, measure).numpy()
         if not np.isfinite(values).any():
             sentence += f"; no {measure}, no class allows it"
@@ -260,22 +269,27 @@ def _alone(a: Analysis) -> str:
     return sentence + "."
 
 
-def _against(a: Analysis, b: Analysis, found: Comparison) -> str:
-    d = found.images["error"]
-    what, test, p = ("labels wrong", "", d.p) if found.mcnemar is None else ("error", "McNemar ", found.mcnemar.p)
-    shown = significance.verdict(d.difference, p, smaller_is_better=True)
+def _against(a: Analysis, b: Analysis, doc: Document) -> str:
+    images, classes = doc["over_images"][b.name], doc["over_classes"].get(b.name, {})
+    d, tests = images["paired"]["error"], sum(len(of["paired"]) for of in doc["over_images"].values())
+    what, test = ("labels wrong", "") if images["mcnemar"] is None else ("error", "McNemar ")
+    p = math.nan if d["p_holm"] is None else d["p_holm"]
+    shown = significance.verdict(d["difference"], p, smaller_is_better=True)
     if p < significance.ALPHA:
         shown += f", {test}p {p_value(p)}"
-    sentence = f"{b.name} against {a.name}, {d.n:,} images: {what} {signed(100 * d.difference)} points"
-    if not math.isnan(d.low):
-        sentence += f", interval {signed(100 * d.low)} to {signed(100 * d.high)}"
+    sentence = f"{b.name} against {a.name}, {d['n']:,} images: {what} {signed(100 * d['difference'])} points"
+    if d["low"] is not None:
+        sentence += f", interval {signed(100 * d['low'])} to {signed(100 * d['high'])}"
     sentence += f": {shown}"
-    for measure in PAPER:
-        g, base = found.classes[measure], a.geometry.average()[measure]
-        if g.n and base:
-            percent = round(100 * g.difference / base) or 0  # no -0
-            sentence += f"; {measure} {percent:+d} %, p {p_value(g.p)} over {g.n} classes"
-    return sentence + "."
+    for measure in PAPER if classes else ():
+        g, base = classes[measure], a.geometry.average()[measure]
+        if g["n"] and base:
+            percent = round(100 * g["difference"] / base) or 0  # no -0
+            sentence += f"; {measure} {percent:+d} %, p {p_value(math.nan if g['p'] is None else g['p_holm'])}"
+            sentence += f" over {g['n']} classes"
+    return f"{sentence}. p after Holm's correction for {tests} tests over images" + (
+        f" and {sum(map(len, doc['over_classes'].values()))} over classes." if classes else "."
+    )
 
 
 def blank(title: str, kind: str, heads: Sequence[str], seeds: Sequence[int], multilabel: bool) -> Document:
@@ -292,16 +306,16 @@ def blank(title: str, kind: str, heads: Sequence[str], seeds: Sequence[int], mul
         "calibration",
         "curves",
         "commands",
+        "features",
         "normality",
         "trials",
     )
     return {
         **{key: [] for key in lists},
-        **{key: {} for key in ("metrics", "over_classes", "config", "environment", "tuning")},
+        **{key: {} for key in ("metrics", "over_classes", "over_images", "config", "environment", "tuning")},
         **{"title": title, "kind": kind, "multilabel": multilabel, "heads": list(heads), "seeds": list(seeds)},
         "splits": ["test"],
         "measures": [*geometry.MEASURES, "AP" if multilabel else "accuracy"],
-        "over_images": None,
         "correlations": None,
     }
 
@@ -313,10 +327,19 @@ def add_analysis(doc: Document, a: Analysis, head: str, seed: int) -> None:
     head, seed: what the model is called there
     """
     doc["classes"] = doc["classes"] or [plain(name) for name in a.classes]
+    count, confidence, right = a.calibration.T
+    bins = {"count": count.astype(int), "confidence": confidence, "right": right}
+    doc["calibration"].append(_json({"head": head, "seed": seed, **bins}))
+    if all(row["head"] != head for row in doc["features"]):
+        doc["features"] += features.rows(a.views, head)
+    if a.chance is not None:
+        return
     row = _geometry(a.geometry, a.gaussians, head, seed, "test")
     row["AP" if a.multilabel else "accuracy"] = _json(a.score)
     if a.learned is not None:
         row["learned"], row["learned_measures"] = _json(a.learned), _json(a.learned_measures)
+    for measure, ends in (a.intervals or {}).items():
+        row |= {f"{measure}_{end}": _json(v) for end, v in zip(("low", "high"), ends.T, strict=True)}
     doc["geometry"].append(row)
     if a.train is not None:
         doc["geometry"].append(_geometry(a.train.geometry(), class_gaussians(a.train), head, seed, "train"))
@@ -329,9 +352,6 @@ def add_analysis(doc: Document, a: Analysis, head: str, seed: int) -> None:
         found = a.distributions
         tests = {"count": row["count"], "p_holm": significance.holm(found.p), **vars(found)}
         doc["normality"].append({"head": head, "seed": seed, **{k: _json(v, 6) for k, v in tests.items()}})
-    count, confidence, right = a.calibration.T
-    bins = {"count": count.astype(int), "confidence": confidence, "right": right}
-    doc["calibration"].append(_json({"head": head, "seed": seed, **bins}))
 
 
 def _geometry(g: geometry.ClassGeometry, n: Any, head: str, seed: int, split: str) -> dict[str, Any]:
@@ -390,7 +410,7 @@ def _over_seeds(runs: Sequence[Analysis]) -> dict[str, np.ndarray]:
 
 def _correlations(found: Mapping[tuple[str, int], Analysis]) -> dict[str, Any] | None:
     """Over the runs that have Gaussians, as the paper defines it and over all classes."""
-    chosen = {key: a for key, a in found.items() if a.learned is not None}
+    chosen = {key: a for key, a in found.items() if a.learned is not None and a.chance is None}
     if len(chosen) < 3:
         return None
     score = np.stack([a.score for a in chosen.values()])

@@ -44,6 +44,7 @@ def render(doc: Document) -> str:
     paint = colours(doc["heads"])
     few = f"The first {_MOST_TABLE_ROWS} of {{:,}} rows; the table files have all. {{}}"
     rest = [*tables.over_classes(small), tables.correlations(small), tables.normality(small), tables.classes(small)]
+    rest.append(tables.intervals(small))
     return _fill(
         "report.html",
         doc=small,
@@ -53,7 +54,7 @@ def render(doc: Document) -> str:
         tables={
             "summary": means(small),
             "tuning": tuning_tables(small),
-            "differences": [*differences(small), *filter(None, [tables.over_images(small)])],
+            "differences": [*differences(small), *tables.over_images(small)],
             "rest": [
                 t.first(_MOST_TABLE_ROWS, few.format(len(t.rows), t.note)) for t in rest if t is not None and t.rows
             ],

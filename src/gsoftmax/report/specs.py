@@ -28,6 +28,7 @@ SLIDERS = (
     ("x2", "x₂", -8, 8, 0.1, 0),
 )
 SHOWN = 20  # classes that the bars show at once
+_MOST_COLOURS = 20  # classes with a colour each
 _LINE = "#888888A0"
 _CROSS = "M-.8,-.8L.8,.8M.8,-.8L-.8,.8"  # two thin strokes
 _FEW = {"tickCount": 6}
@@ -47,7 +48,15 @@ def config(heads: Sequence[str], ink: str, font: str, **more: Any) -> Spec:
         **{"gridColor": "#88888840", "domainColor": _LINE, "tickColor": _LINE, "labelLimit": 110, "labelFlush": False},
     }
     paint = {"range": {"category": list(colours(heads).values())}} if heads else {}
-    return {"font": font, "view": {"stroke": None}, "axis": axis, "rule": {"color": ink}, **paint, **more}
+    return {
+        "font": font,
+        "view": {"stroke": None},
+        "axis": axis,
+        "rule": {"color": ink},
+        "text": {"color": ink},
+        **paint,
+        **more,
+    }
 
 
 def for_page(doc: Mapping[str, Any]) -> dict[str, Spec]:
@@ -63,6 +72,7 @@ def for_page(doc: Mapping[str, Any]) -> dict[str, Spec]:
         "differences": (differences(), 240),
         "calibration": (calibration(), 300),
         **{f"tuning-{key}": (spec, 240) for key, spec in sensitivities(doc).items()},
+        **{f"features-{k}": (features(row, doc["classes"]), 340) for k, row in enumerate(doc["features"])},
     }
     return {name: _fill_container(spec, height, heads) for name, (spec, height) in made.items()}
 
@@ -270,6 +280,38 @@ def sensitivities(doc: Mapping[str, Any]) -> dict[str, Spec]:
     ends = sign * (low + room), sign * (low - 0.05 * room)
     keys = [key for key in told["space"] if any(row["key"] == key for row in rows)]
     return {key: sensitivity(key, told["scales"][key], f"validation {measure.title}", *ends) for key in keys}
+
+
+def features(row: Mapping[str, Any], classes: Sequence[str], cls: str = "cls") -> Spec:
+    """A view of the features: a sample of images and the class means on two axes.  Few classes have a colour each, of
+    many only the chosen one.
+
+    row, classes: of the document's `features`, and the names of the classes
+    """
+    few = len(classes) <= _MOST_COLOURS
+    titles = [f"{row['name']} {k} of {row['of']}" for k in (1, 2)]
+    titles = [t if s is None else f"{t}, {100 * s:.0f} %" for t, s in zip(titles, row["share"], strict=True)]
+    x, y = (_q(field, title, scale={"zero": False}, axis=_FEW) for field, title in zip("uv", titles, strict=True))
+    chosen = f"datum.c === {cls}"
+    scale = {"domain": {"expr": "doc.classes"}, "scheme": "tableau10" if len(classes) <= 10 else "tableau20"}
+    each = {"field": "name", "type": "nominal", "scale": scale, "legend": None}
+    colour = each if few else {"condition": {"test": chosen, "value": VERMILLION}, "value": GREY}
+    shared = {"x": x, "y": y, "color": colour, "order": {"field": "chosen"}, "tooltip": [_text("name", "class")]}
+    named = _calc(name="doc.classes[datum.c]", chosen=f"{chosen} ? 1 : 0")
+    points = _steps({"flatten": ["c", "u", "v"]}, named)
+    fields = {"flatten": ["c", "mu", "mv"], "as": ["c", "u", "v"]}
+    means = _steps(_calc(c="sequence(length(datum.mu))"), fields, "isValid(datum.u)", named)
+    opacity = {"opacity": {"condition": {"test": chosen, "value": 0.9}, "value": 0.45}}
+    diamond = {"type": "point", "shape": "diamond", "filled": True, "size": 130, "opacity": 1, "stroke": "white"}
+    label = {"type": "text", "dy": -12, "fontSize": 12, "limit": 90}
+    text = {"x": x, "y": y, "text": {"field": "name"}}
+    return _figure(
+        "features",
+        _steps(f"datum.head === {json.dumps(row['head'])} && datum.name === {json.dumps(row['name'])}"),
+        _layer({"type": "point", "filled": True, "size": 18}, {**shared, **opacity}, points),
+        _layer(diamond, shared, means, *([] if few else [chosen])),
+        _layer(label, text, means, *([] if few else [chosen])),
+    )
 
 
 def calibration() -> Spec:

@@ -15,8 +15,8 @@ from ..tables import Cell, Shown, Table, p_value
 
 def of_document(doc: Mapping[str, Any]) -> list[Table]:
     """All tables of a report, those without rows left out."""
-    tests = [over_images(doc), *over_classes(doc), correlations(doc), normality(doc)]
-    found = [means(doc), *differences(doc), *tuning_tables(doc), *tests, classes(doc)]
+    tests = [*over_images(doc), *over_classes(doc), correlations(doc), normality(doc)]
+    found = [means(doc), *differences(doc), *tuning_tables(doc), *tests, classes(doc), intervals(doc)]
     return [table for table in found if table is not None and table.rows]
 
 
@@ -33,28 +33,32 @@ def summary_by_seed(doc: Mapping[str, Any]) -> Table:
 
 def over_classes(doc: Mapping[str, Any]) -> list[Table]:
     """The paper's test: each head against the first, paired over the classes (values averaged over seeds)."""
-    note = "Classes of one model are not independent of each other: p describes these models, not new ones."
+    note = (
+        f"p, Holm: corrected for the {sum(map(len, doc['over_classes'].values()))} tests over classes. "
+        "Classes of one model are not independent of each other: p describes these models, not new ones."
+    )
     title = f"{{}} minus {doc['heads'][0]}, paired over classes"
     return [paired_table(title.format(head), tests, note) for head, tests in doc["over_classes"].items()]
 
 
-def over_images(doc: Mapping[str, Any]) -> Table | None:
-    """Two models on the same images."""
-    found = doc.get("over_images")
-    if not found:
-        return None
-    rows = []
-    for key, test in found["paired"].items():
-        measure = measures.find("hamming" if key == "error" and doc["multilabel"] else key)
-        label = f"{measure.label}, points" if measure.percent else measure.label
-        rows.append((label, *paired_cells(test, measure.scale)))
-    note = ""
-    if (exact := found.get("mcnemar")) is not None:
-        note = (
-            f"{exact['only_first_right']:,} images only {doc['heads'][0]} gets right, "
-            f"{exact['only_second_right']:,} only {doc['heads'][1]}: McNemar's exact p {p_value(exact['p'])}."
-        )
-    return Table(f"{doc['heads'][1]} minus {doc['heads'][0]}, paired over images", ("", *PAIRED), tuple(rows), note)
+def over_images(doc: Mapping[str, Any]) -> list[Table]:
+    """Models against the first, on the same images."""
+    made = []
+    count = sum(len(found["paired"]) for found in doc["over_images"].values())
+    for head, found in doc["over_images"].items():
+        rows = []
+        for key, test in found["paired"].items():
+            measure = measures.find("hamming" if key == "error" and doc["multilabel"] else key)
+            label = f"{measure.label}, points" if measure.percent else measure.label
+            rows.append((label, *paired_cells(test, measure.scale)))
+        note = f"p, Holm: corrected for the {count} tests over images."
+        if (exact := found["mcnemar"]) is not None:
+            note = (
+                f"{exact['only_first_right']:,} images only {doc['heads'][0]} gets right, "
+                f"{exact['only_second_right']:,} only {head}. p of errors is McNemar's exact one. {note}"
+            )
+        made.append(Table(f"{head} minus {doc['heads'][0]}, paired over images", ("", *PAIRED), tuple(rows), note))
+    return made
 
 
 def correlations(doc: Mapping[str, Any]) -> Table | None:
@@ -119,6 +123,23 @@ def classes(doc: Mapping[str, Any]) -> Table:
                 values = [_mean([g[m][c] for g in runs if g.get(m)]) for m in shown]
                 rows.append((name, *([split] if several else []), head, runs[0]["count"][c], *values))
     return Table("Every class", header, tuple(rows))
+
+
+def intervals(doc: Mapping[str, Any]) -> Table | None:
+    """The 95 % intervals of every class, where there are some."""
+    found = [g for g in doc["geometry"] if "compactness_low" in g]
+    if not found:
+        return None
+    shown = [m for m in ("accuracy", *doc["measures"]) if f"{m}_low" in found[0]]
+    shown = list(dict.fromkeys(shown))
+    rows = tuple(
+        (name, g["head"], g["count"][c], *(v for m in shown for v in (g[m][c], g[f"{m}_low"][c], g[f"{m}_high"][c])))
+        for c, name in enumerate(doc["classes"])
+        for g in found
+    )
+    header = ("class", "head", "images", *(cell for m in shown for cell in (measures.find(m).title, "95 % from", "to")))
+    note = "Over the images of the class: Wilson's interval of the accuracy, BCa bootstrap of the others."
+    return Table("Intervals of every class", header, rows, note)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -67,7 +67,7 @@
 
   function update() {
     for (const { name, head, key, container } of charts) {
-      if (name === "scatter") container.closest(".panel").hidden = !heads().includes(head);
+      if (head !== undefined) container.closest(".panel").hidden = !heads().includes(head);
       for (const [parameter, chosen] of Object.entries(choice())) views[key].signal(parameter, chosen);
       if (name === "bars") views[key].height(barsHeight());
       views[key].resize().run();
