@@ -313,7 +313,7 @@ def test_outputs_of_two_models_make_a_page_tables_and_figures(tmp_path):
 
 
 def test_notes_reach_the_page(tmp_path):
-    x, y = np.ones((50, 3)), np.arange(50) % 2 + 1
+    x, y = np.ones((15, 3)), np.arange(15) % 2 + 1  # too few to be called chance
     x[3] = np.nan
     np.savez(tmp_path / "a.npz", x=x, y=y)
     doc = report.from_outputs(tmp_path / "a.npz")
@@ -405,7 +405,8 @@ def test_figures_show_the_document(kind, request):
     doc = embedded(request.getfixturevalue(kind))
     drawn = figures.figures(doc, c=1)
     expected = {"x-against-p", "gaussians", "learned", "averages", "curves", "seeds", "calibration"}
-    assert set(drawn) == expected | {"classes-test", "classes-train"}
+    views = {"features"} if kind == "single" else set()
+    assert set(drawn) == expected | views | {"classes-test", "classes-train"}
     paint = [c.lower() for c in colours(doc["heads"]).values()]
     bars = marks(drawn["averages"], "rect")[0]  # compactness
     assert [b["fill"].lower() for b in bars] == paint

@@ -16,7 +16,7 @@ from statistics import NormalDist
 import numpy as np
 import torch
 
-from . import bootstrap, geometry, metrics, significance
+from . import bootstrap, geometry, measures, metrics, significance
 from .collapse import Collapse, FeatureStatistics, NearestMean, View
 from .geometry import ClassGeometry, ClassStatistics
 from .outputs import IGNORE, Block, Outputs, open_outputs
@@ -50,7 +50,7 @@ _RESAMPLED = 2**28  # bytes of x held for the bootstrap; more rows than fit take
 _DRAWS = 2**36  # numbers of x times resamples, above which there are fewer resamples, but at least _FEW_RESAMPLES
 _FEW_RESAMPLES = 200
 _JUDGED = 20  # images from which on a model is compared with chance
-_CHANCE_Z = NormalDist().inv_cdf(1 - significance.ALPHA)
+_CHANCE_Z = NormalDist().inv_cdf(0.99)  # standard errors above chance that a model must reach
 
 _SINGLE = ("error", "error_x", "nll", "ece")
 _MULTI = ("mAP", "mAP_voc12", "C_P", "C_R", "C_F1_mean", "O_P", "O_R", "O_F1", "ece", "nll", "hamming")
@@ -92,9 +92,8 @@ class Features:
     @property
     def metrics(self) -> dict[str, float]:
         """By the keys of `gsoftmax.measures`; nan left out."""
-        found = {k: v for k, v in asdict(self.collapse).items() if k != "classes"}
-        found = {**found, "nc4": self.nc4, "ncm_error": 1 - self.accuracy}
-        return {k: v for k, v in found.items() if not math.isnan(v)}
+        found = {**asdict(self.collapse), "nc4": self.nc4, "ncm_error": 1 - self.accuracy}
+        return {k: found[k] for k in measures.FEATURES if not math.isnan(found[k])}
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,7 +245,9 @@ def compare_models(
 def _compare(first: tuple[Analysis, Rows], second: tuple[Analysis, Rows]) -> Comparison:
     (one, of_one), (two, of_two) = first, second
     classes = {k: significance.paired(v, two.measures[k]) for k, v in one.measures.items()}
-    keys = {"error": "wrong"} if one.multilabel else {"error": "wrong", "error_x": "wrong_x"}
+    keys = {"error": "wrong"}
+    if not one.multilabel and any((of["wrong"] != of["wrong_x"]).any() for of in (of_one, of_two)):
+        keys["error_x"] = "wrong_x"  # else it is the same test once more
     images = {k: significance.paired(of_one[row], of_two[row]) for k, row in (keys | {"nll": "nll"}).items()}
     exact = {}
     for key, row in keys.items() if not one.multilabel else ():
@@ -404,14 +405,16 @@ class _Tally:
         frequency = np.bincount(y, minlength=c)
         expected = float((frequency / len(y)) @ (np.bincount(predicted, minlength=c) / len(y)))
         z = (np.mean(y == predicted) - expected) / math.sqrt(max(expected * (1 - expected), 1 / len(y)) / len(y))
-        if len(y) < _JUDGED or frequency.max() == len(y) or z > _CHANCE_Z:
+        if len(y) < _JUDGED or frequency.max() == len(y):
             return None
-        if 2 * (labels := int(y.max()) + 1) <= c:
+        labels, error = int(y.max()) + 1, float(np.mean(y != predicted))
+        if 2 * labels <= c and error >= 1 - 1 / labels:  # worse than guessing among the classes that there are
             raise ValueError(
-                f"x of {self.file.name} has {c} columns, y has {labels} classes, and the error is "
-                f"{100 * np.mean(y != predicted):.1f} %: this looks like features; save them as h, and the logits as x "
-                "(or the classifier's W and b)"
+                f"x of {self.file.name} has {c} columns, y has {labels} classes, and the error is {100 * error:.1f} %: "
+                "this looks like features; save them as h, and the logits as x (or the classifier's W and b)"
             )
+        if z > _CHANCE_Z:
+            return None
         return expected
 
     def _features(self, rows: Rows, used: np.ndarray) -> Features | None:

@@ -37,7 +37,7 @@ examples:
   gsoftmax reproduce table1 --row wrn-cifar100-gsoftmax --data ~/data
   torchrun --nproc-per-node 4 -m gsoftmax train wrn-cifar100-gsoftmax --data ~/data     four processes, one run
 """
-FLAGS = ("--debug", "--resume", "--smoke")  # options without a value
+FLAGS = ("--debug", "--features", "--resume", "--smoke")  # options without a value
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -207,6 +207,9 @@ def parser() -> argparse.ArgumentParser:
         argument("--data", metavar="DATASET", help="evaluate the model on this dataset, by the names of its classes"),
         argument("--split", choices=("train", "val", "test"), help="of --data (default: test)"),
         argument("--out", help="folder for the outputs and metrics of --data"),
+        argument(
+            "--features", action="store_true", help="write the features h and the weights W and b too, for analyze"
+        ),
         argument("--ood", metavar="DATASETS", help="comma-separated: tell their images from those that RUN evaluated"),
         argument("--root", metavar="DIR", help="folder of the published datasets"),
         head,
@@ -405,18 +408,23 @@ def _evaluate(args: argparse.Namespace) -> None:
     examples:
       gsoftmax evaluate runs/lam2
       gsoftmax evaluate runs/lam2 --data folder:photos --out runs/lam2-photos     # then: gsoftmax analyze
+      gsoftmax evaluate runs/lam2 --features --out runs/lam2-features             # h, W, b: gsoftmax analyze
       gsoftmax evaluate runs/lam2 --ood folder:textures                           # unknown images, detected by score
     """
     models, options = gsoftmax.models, {"root": args.root}
-    if args.data is None and (given := [name for name in ("split", "out") if getattr(args, name) is not None]):
+    if args.features and args.out is None:
+        raise ValueError("--features needs --out, a folder for the features")
+    again = args.data is not None or args.features
+    if not again and (given := [name for name in ("split", "out") if getattr(args, name) is not None]):
         raise ValueError(f"--{given[0]} belongs to --data")
-    if args.data is None and not args.ood:
+    if not again and not args.ood:
         outputs = models.saved_outputs(args.run_folder)
         result = gsoftmax.evaluation.score(*(outputs[k] for k in "xpy"))
     else:
         model, result = models.load(args.run_folder, head=args.head, device=args.device), {}
-        if args.data is not None:
-            result, _ = models.evaluate(model, args.data, split=args.split or "test", out=args.out, **options)
+        if again:
+            data, of = args.data or model.config.data, {"split": args.split or "test", "out": args.out}
+            result, _ = models.evaluate(model, data, features=args.features, **of, **options)
         if args.ood:
             result = {**result, **models.detect(model, args.run_folder, split_words(args.ood), **options)}
     for key, value in result.items():

@@ -82,6 +82,17 @@ class Evaluator:
         return outputs
 
     @torch.no_grad()
+    def features(self, dataset: Dataset, part: str) -> dict[str, Tensor]:
+        """h of a split, of all rows on rank 0, and the W and b of a head with one row of weights per class."""
+        found = {"h": self._gather(((h.float(),) for h, _ in self._features(dataset, part)), dataset, part)[0]}
+        head = self.network.whole_head()
+        for key, name in (("W", "weight"), ("b", "bias")):
+            value = getattr(head, name, None)
+            if isinstance(value, Tensor) and value.shape == (dataset.num_classes, found["h"].shape[1])[: value.ndim]:
+                found[key] = value.detach().float().cpu().clone()
+        return found
+
+    @torch.no_grad()
     def _evaluate_shards(self, dataset: Dataset, part: str) -> tuple[dict[str, float], dict[str, Tensor]]:
         """Error, class geometry and predictions of a sharded head whose outputs do not fit on one process."""
         head = self.network.head

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["MEASURES", "MULTI", "SINGLE", "Measure", "find", "headline", "ordered"]
+__all__ = ["FEATURES", "MEASURES", "MULTI", "SINGLE", "Measure", "find", "headline", "ordered"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,10 @@ MEASURES = {
 # What a comparison tests, in this order.
 _GEOMETRY_AND_CALIBRATION = ("compactness", "separability", "ratio", "relative_sigma", "dprime", "nll", "ece")
 SINGLE = ("error", "error_x", *_GEOMETRY_AND_CALIBRATION)
+FEATURES = (
+    *("nc1", "nc2_norms", "nc2_angles", "nc2_simplex", "nc3", "nc4", "ncm_error"),
+    *("w_norms", "w_simplex", "fisher", "effective_rank"),
+)
 MULTI = ("mAP", "C_F1_mean", "O_F1", *_GEOMETRY_AND_CALIBRATION)
 
 

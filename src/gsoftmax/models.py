@@ -599,6 +599,7 @@ def evaluate(
     root: str | os.PathLike[str] | None = None,
     split: str = "test",
     out: str | os.PathLike[str] | None = None,
+    features: bool = False,
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Metrics and outputs (x, p, y, and mu and sigma of a head that has them) of a model on any dataset.
 
@@ -609,14 +610,20 @@ def evaluate(
     spec, root: a dataset, and the folder of the published ones, as in `gsoftmax.data.load`
     split: "train", "val" or "test"
     out: a folder for outputs.safetensors, which `gsoftmax analyze` reads, and metrics.json
+    features: whether the outputs include h, and W and b of a linear head; single-label data only
     """
+    if features and model.multilabel:
+        raise ValueError("features are measured of single-label data, and the model is multi-label")
     config, device = model.config, str(model.device)
     if spec == config.data:  # with its validation split
         dataset = build.load_data(config, root)
     else:
         dataset = build.load_cached(spec, None if root is None else os.fspath(root), device, config.image_size)
     places = torch.tensor(_places(model, dataset))
-    found = evaluation.Evaluator(model.network, config).outputs(match_inputs(dataset, model.about), split)
+    evaluator, matched = evaluation.Evaluator(model.network, config), match_inputs(dataset, model.about)
+    found = evaluator.outputs(matched, split)
+    if features:
+        found |= evaluator.features(matched, split)
     names = dataset.classes if model.multilabel else model.classes
     if model.multilabel:
         found |= {k: found[k][..., places] for k in ("x", "p", "mu", "sigma") if k in found}

@@ -111,14 +111,10 @@ def figures(doc: Mapping[str, Any], *, c: int = 0) -> dict[str, Spec]:
         found["sensitivity"] = compose(doc, [panels])
     if doc["calibration"]:
         found["calibration"] = compose(doc, [[panel(specs.calibration(), None, 250, 250)]])
-    if doc["features"]:
-        views = {h: [row for row in doc["features"] if row["head"] == h] for h in heads}
-        rows = [
-            [panel(specs.features(row, classes, str(c)), row["head"], 300, 280) for row in of]
-            for of in views.values()
-            if of
-        ]
-        found["features"] = compose(doc, rows)
+    if views := doc.get("features"):
+        chosen = "-1" if len(classes) <= specs.MOST_COLOURS else str(c)
+        drawn = [(row["head"], panel(specs.features(row, classes, chosen), row["head"], 300, 280)) for row in views]
+        found["features"] = compose(doc, [[spec for h, spec in drawn if h == head] for head in dict(drawn)])
     for split in doc["splits"]:
         if any(g["split"] == split for g in doc["geometry"]):
             few = "" if len(classes) <= specs.SHOWN else f", first {specs.SHOWN} of {len(classes):,} classes"

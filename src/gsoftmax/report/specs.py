@@ -28,7 +28,7 @@ SLIDERS = (
     ("x2", "x₂", -8, 8, 0.1, 0),
 )
 SHOWN = 20  # classes that the bars show at once
-_MOST_COLOURS = 20  # classes with a colour each
+MOST_COLOURS = 20  # classes with a colour each
 _LINE = "#888888A0"
 _CROSS = "M-.8,-.8L.8,.8M.8,-.8L-.8,.8"  # two thin strokes
 _FEW = {"tickCount": 6}
@@ -48,15 +48,7 @@ def config(heads: Sequence[str], ink: str, font: str, **more: Any) -> Spec:
         **{"gridColor": "#88888840", "domainColor": _LINE, "tickColor": _LINE, "labelLimit": 110, "labelFlush": False},
     }
     paint = {"range": {"category": list(colours(heads).values())}} if heads else {}
-    return {
-        "font": font,
-        "view": {"stroke": None},
-        "axis": axis,
-        "rule": {"color": ink},
-        "text": {"color": ink},
-        **paint,
-        **more,
-    }
+    return {"font": font, "view": {"stroke": None}, "axis": axis, "rule": {"color": ink}, **paint, **more}
 
 
 def for_page(doc: Mapping[str, Any]) -> dict[str, Spec]:
@@ -72,7 +64,7 @@ def for_page(doc: Mapping[str, Any]) -> dict[str, Spec]:
         "differences": (differences(), 240),
         "calibration": (calibration(), 300),
         **{f"tuning-{key}": (spec, 240) for key, spec in sensitivities(doc).items()},
-        **{f"features-{k}": (features(row, doc["classes"]), 340) for k, row in enumerate(doc["features"])},
+        **{f"features-{k}": (features(row, doc["classes"]), 340) for k, row in enumerate(doc.get("features", []))},
     }
     return {name: _fill_container(spec, height, heads) for name, (spec, height) in made.items()}
 
@@ -288,7 +280,7 @@ def features(row: Mapping[str, Any], classes: Sequence[str], cls: str = "cls") -
 
     row, classes: of the document's `features`, and the names of the classes
     """
-    few = len(classes) <= _MOST_COLOURS
+    few = len(classes) <= MOST_COLOURS
     titles = [f"{row['name']} {k} of {row['of']}" for k in (1, 2)]
     titles = [t if s is None else f"{t}, {100 * s:.0f} %" for t, s in zip(titles, row["share"], strict=True)]
     x, y = (_q(field, title, scale={"zero": False}, axis=_FEW) for field, title in zip("uv", titles, strict=True))
@@ -303,7 +295,7 @@ def features(row: Mapping[str, Any], classes: Sequence[str], cls: str = "cls") -
     means = _steps(_calc(c="sequence(length(datum.mu))"), fields, "isValid(datum.u)", named)
     opacity = {"opacity": {"condition": {"test": chosen, "value": 0.9}, "value": 0.45}}
     diamond = {"type": "point", "shape": "diamond", "filled": True, "size": 130, "opacity": 1, "stroke": "white"}
-    label = {"type": "text", "dy": -12, "fontSize": 12, "limit": 90}
+    label = {"type": "text", "dy": -12, "fontSize": 12, "limit": 90, "color": "currentColor"}
     text = {"x": x, "y": y, "text": {"field": "name"}}
     return _figure(
         "features",
