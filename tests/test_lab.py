@@ -453,6 +453,12 @@ def test_a_users_own_head_gives_the_same_with_any_number_of_jobs(tmp_path, monke
     assert (tmp_path / "2" / "own_head-Scaled-scale=3" / "seed-0").is_dir()
 
 
+def paired_power(n, effect):
+    """Of a two-sided paired t-test, by SciPy's noncentral t."""
+    critical, shift = scipy.stats.t.ppf(0.975, n - 1), effect * np.sqrt(n)
+    return scipy.stats.nct.sf(critical, n - 1, shift) + scipy.stats.nct.cdf(-critical, n - 1, shift)
+
+
 def run(capsys, *argv):
     status = main(list(argv))
     captured = capsys.readouterr()
@@ -467,9 +473,17 @@ def test_commands(tmp_path, capsys, monkeypatch):
     page = (tmp_path / "o" / "report.html").read_text("utf-8")
     assert "gsoftmax against softmax, 2 seeds" in page and "<td>" in page
     assert json.loads((tmp_path / "o" / "summary.json").read_text())["seeds"] == [0, 1]
+    assert "p: after Holm's correction for the 9 tests of this comparison." in out and "No verdict" not in out
+    one = " ".join(run(capsys, *[("1" if word == "2" else word) for word in argv], "threads=1")[1].split())
+    assert "No verdict: with one seed, a difference between heads cannot be told from one between seeds." in one
+    for sd in (0.25, 0.5, 1.0):
+        seeds = next(n for n in range(2, 99) if paired_power(n, 0.5 / sd) >= 0.8)
+        assert f"{seeds} if they vary by {sd:g} points" in one
 
     options = ["epochs=1", "head=gsoftmax", "head_options.lam=0.5", "threads=1"]
-    assert run(capsys, "train", "digits", *options, "--out", "t")[0] == 0
+    status, out, _ = run(capsys, "train", "digits", *options, "--out", "t")
+    error = 100 * runs.read_result(tmp_path / "t")["error"]
+    assert status == 0 and out.splitlines()[0] == f"error         {error:.4f} %"  # as the tables have it
     status, out, _ = run(capsys, "evaluate", "t")
     again = {line.split()[0]: float(line.split()[1]) for line in out.splitlines()}
     assert again["ratio"] == pytest.approx(runs.read_result(tmp_path / "t")["ratio"], rel=1e-5)

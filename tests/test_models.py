@@ -543,8 +543,9 @@ def test_train_predict_evaluate_and_export_on_the_command_line(pictures, tmp_pat
     )
 
     out, _ = command("evaluate", "run", "--data", "npz:other.npz", "--out", "on-other")
-    shown = dict(line.split() for line in out.splitlines())
-    assert float(shown["error"]) == pytest.approx((p.argmax(1) != test.y[50:250]).float().mean().item(), rel=1e-5)
+    shown = {line.split()[0]: line.split()[1:] for line in out.splitlines()}
+    error = 100 * (p.argmax(1) != test.y[50:250]).float().mean().item()
+    assert float(shown["error"][0]) == pytest.approx(error, rel=1e-5) and shown["error"][1] == "%"
     assert "separability" in command("analyze", "on-other")[0]
 
     command("export", "run", "model.onnx")

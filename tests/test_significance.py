@@ -23,6 +23,7 @@ from gsoftmax.significance import (
     t_cdf,
     t_quantile,
     t_two_sided,
+    wilson,
 )
 
 SETTINGS = settings(deadline=None, max_examples=50)
@@ -321,3 +322,16 @@ def test_normality_of_few_or_bad_values():
         normality([1.0, math.nan])
     with pytest.raises(ValueError, match=r"x must have one dimension, got \(2, 2\)"):
         normality(np.ones((2, 2)))
+
+
+# -- proportions ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("confidence", [0.95, 0.8])
+def test_wilson_is_scipys(confidence):
+    k, n = np.array([0, 3, 10, 57, 0]), np.array([10, 10, 10, 180, 0])
+    found = wilson(k, n, confidence)
+    for ends, a, b in zip(found[:-1], k.tolist(), n.tolist(), strict=False):
+        expected = stats.binomtest(a, b).proportion_ci(confidence, method="wilson")
+        np.testing.assert_allclose(ends, (expected.low, expected.high), rtol=1e-12, atol=1e-15)
+    assert np.isnan(found[-1]).all()

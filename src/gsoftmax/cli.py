@@ -362,7 +362,7 @@ def _compare(args: argparse.Namespace) -> None:
     for table in (*made.tuning_tables(found), made.means(found), *made.differences(found)):
         print(f"\n{table.text()}")
     print()
-    for sentence in gsoftmax.summary.verdicts(found):
+    for sentence in filter(None, (*made.verdicts(found), made.correction(found))):
         print(textwrap.fill(tables.plain(sentence), 100, subsequent_indent="  "))
     try:
         print(f"\n{gsoftmax.report.write_page(found, out, f'{args.what}: {chr(44).join(names)}')}")
@@ -384,11 +384,18 @@ def _train(args: argparse.Namespace) -> None:
         return
     for key in ("error", "mAP", "compactness", "separability", "ratio", "nll", "ece", "seconds"):
         if key in result:
-            print(f"{key:14}{result[key]:.4f}")
+            print(f"{key:14}{_number(key, result[key], '.4f')}")
     headline = gsoftmax.measures.headline("mAP" in result).key
     if best := gsoftmax.reproduce.best_epoch(out, headline):
-        print(f"{headline} of the best epoch, {best['epoch']}, chosen on the evaluated data: {best[headline]:.4f}")
+        value = _number(headline, best[headline], ".4f")
+        print(f"{headline} of the best epoch, {best['epoch']}, chosen on the evaluated data: {value}")
     print(f"{out}" + (" (smoke: small generated data, not a result)" if args.smoke else ""))
+
+
+def _number(key: str, value: float, form: str) -> str:
+    """A result for reading: fractions in percent, as in tables."""
+    measure = gsoftmax.measures.find(key)
+    return f"{measure.scale * value:{form}}" + " %" * measure.percent
 
 
 def _run_recipe(args: argparse.Namespace, what: str, out: Path, resume: bool) -> dict[str, Any]:
@@ -428,7 +435,7 @@ def _evaluate(args: argparse.Namespace) -> None:
         if args.ood:
             result = {**result, **models.detect(model, args.run_folder, split_words(args.ood), **options)}
     for key, value in result.items():
-        print(f"{key:{max(20, 2 + max(map(len, result)))}}{value:.6g}")
+        print(f"{key:{max(20, 2 + max(map(len, result)))}}{_number(key, value, '.6g')}")
 
 
 def _predict(args: argparse.Namespace) -> None:

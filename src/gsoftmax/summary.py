@@ -23,6 +23,7 @@ from .tables import Cell, Shown, Table, p_value, plus_minus, signed
 __all__ = [
     "PAIRED",
     "correct",
+    "correction",
     "differences",
     "means",
     "paired_cells",
@@ -32,6 +33,7 @@ __all__ = [
     "verdicts",
 ]
 
+_SHOWN, _SPREADS = 0.5, (0.25, 0.5, 1.0)  # points of a difference, and of its standard deviation over seeds
 PAIRED = ("difference", "95 % from", "to", "t", "p", "p, Holm", "n")
 
 
@@ -201,7 +203,7 @@ def verdicts(summary: Mapping[str, Any]) -> list[str]:
     """What changed, and how sure we are, in sentences."""
     heads, n = summary["heads"], len(summary["seeds"])
     headline = measures.headline(summary["multilabel"])
-    sentences = []
+    sentences = [_one_seed(headline)] if n == 1 and len(heads) > 1 else []
     for h in heads[1:] if n > 1 else []:
         d = summary["metrics"][headline.key][h]["paired"]
         word = significance.verdict(d["difference"], d["p_holm"], headline.smaller_is_better)
@@ -216,3 +218,19 @@ def verdicts(summary: Mapping[str, Any]) -> list[str]:
             sentence += f"; {key} {100 * g['difference'] / base:+.0f} %, p {p_value(g['p_holm'])}"
         sentences.append(sentence + ".")
     return sentences
+
+
+def correction(summary: Mapping[str, Any]) -> str:
+    """What the p-values of the verdicts are corrected for; empty with one seed."""
+    tests = sum("paired" in row for rows in summary["metrics"].values() for row in rows.values())
+    return f"p: after Holm's correction for the {tests} tests of this comparison." if tests else ""
+
+
+def _one_seed(headline: measures.Measure) -> str:
+    """Why one seed has no verdict, and how many would show a small difference."""
+    needed = [f"{significance.required_n(sd, _SHOWN)} if they vary by {sd:g} points" for sd in _SPREADS]
+    return (
+        f"No verdict: with one seed, a difference between heads cannot be told from one between seeds. To show a "
+        f"difference of {_SHOWN:g} points of {headline.label} with 80 % power takes as many seeds as the paired "
+        f"differences vary: {', '.join(needed)} (standard deviation). Start with --seeds 5; finished runs are kept."
+    )

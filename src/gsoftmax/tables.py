@@ -47,9 +47,9 @@ class Table:
     >>> print(Table("Errors", ("head", "error %"), (("softmax", 9.93), ("gsoftmax", None))).text())
     Errors
     <BLANKLINE>
-    head      error %
-    softmax     9.930
-    gsoftmax        –
+    head       error %
+    softmax      9.930
+    gsoftmax         –
     """
 
     title: str  # above the table
@@ -76,7 +76,7 @@ class Table:
         for row in grid:
             gaps = [" " * (w - _width(cell)) for cell, w in zip(row, widths, strict=True)]
             cells = [row[0] + gaps[0], *(gap + cell for cell, gap in zip(row[1:], gaps[1:], strict=True))]
-            lines.append("  ".join(cells).rstrip())
+            lines.append("   ".join(cells).rstrip())  # wider than the spaces of "1.2 ± 0.3"
         return "\n".join([plain(self.title), "", *lines, *(["", plain(self.note)] if self.note else [])])
 
     def markdown(self) -> str:

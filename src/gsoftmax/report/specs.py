@@ -209,7 +209,7 @@ def curves(curve: str = "curve", title: str | None = None) -> Spec:
     whole = {"labelExpr": "datum.value % 1 ? '' : datum.label", "format": "d"}
     encoding = {
         "x": _q("epoch", axis=whole, scale={"zero": False}),
-        "y": _q("value", title, scale={"type": "log"}, axis={"format": "~g"}),
+        "y": _q("value", title, scale={"type": "log"}, axis={"format": ".6~g"}),
         "color": _COLOUR,
         "detail": [{"field": "seed"}],
         "tooltip": [_text("head"), _text("seed"), _text("epoch"), _number("value")],
@@ -247,7 +247,7 @@ def sensitivity(key: str, scale: str, title: str, worst: float, best: float) -> 
     y = {"domain": sorted((worst, best)), "clamp": True, "nice": False}
     shared = {
         "x": _q(
-            "value", key, scale={"type": "log" if scale == "log" else "linear", "zero": False}, axis={"format": "~g"}
+            "value", key, scale={"type": "log" if scale == "log" else "linear", "zero": False}, axis={"format": ".6~g"}
         ),
         "y": _q("score", title, scale=y, axis=_FEW),
         "color": _COLOUR,
