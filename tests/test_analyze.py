@@ -410,6 +410,24 @@ def test_csv_reads_names_and_reports_the_line_of_an_error(tmp_path):
             analyze(path)
 
 
+@pytest.mark.parametrize("alias", ["y", "labels", "label", "targets", "target"])
+def test_a_csv_takes_the_names_that_npz_takes(tmp_path, alias):
+    x, y = single()
+    save(tmp_path / "a.csv", x=x, y=y)
+    text = (tmp_path / "a.csv").read_text().split("\n", 1)
+    (tmp_path / "a.csv").write_text(text[0].replace("y", alias) + "\n" + text[1])
+    np.savez(tmp_path / "a.npz", **{"logits": x, alias: y})
+    assert analyze(tmp_path / "a.csv").metrics == analyze(tmp_path / "a.npz").metrics
+    x, y = several()
+    save(tmp_path / "b.csv", x=x, y=y, p=expit(x))
+    text = (tmp_path / "b.csv").read_text().split("\n", 1)
+    (tmp_path / "b.csv").write_text(
+        text[0].replace('"y:', f'"{alias}:').replace('"p:', '"probabilities:') + "\n" + text[1]
+    )
+    found = analyze(tmp_path / "b.csv")
+    assert found.multilabel and found.classes == tuple(f"c{k}" for k in range(6)) and not found.notes
+
+
 def test_more_classes_than_a_full_table_are_pooled_with_a_note(tmp_path, monkeypatch):
     monkeypatch.setattr(room.geometry, "FULL_TABLE_LIMIT", 4)
     x, y = single()

@@ -700,6 +700,15 @@ def _pair(folder: Path, xml: str | None = None, relation: str = "r", last: str =
     return f"arff:{folder / 'x-train.arff'}"
 
 
+def test_arff_files_with_a_suffix_behind_train(tmp_path):
+    _pair(tmp_path, '<labels><label name="l0"/></labels>')
+    for part in ("train", "test"):
+        (tmp_path / f"x-{part}.arff").rename(tmp_path / f"trainx-{part}-sparse.arff")
+    (tmp_path / "x.xml").rename(tmp_path / "trainx.xml")
+    loaded = data.load(f"arff:{tmp_path / 'trainx-train-sparse.arff'}")
+    assert loaded.classes == ("l0",) and len(loaded.test.y) == 1 and loaded.name == "arff:trainx-sparse"
+
+
 def test_arff_label_columns(tmp_path):
     spec = _pair(tmp_path)
     assert data.load(spec).classes == ("l1", "l2")

@@ -354,7 +354,8 @@ def label_columns(table: Arff, path: Path, labels: int | None) -> list[int]:
         if not 1 <= labels < count:
             raise DataError(f"arff:{path}?labels must be from 1 to {count - 1}, got {labels}")
         return list(range(count - labels, count))
-    stem = re.sub(r"[-_.]?(train|test)$", "", path.stem, flags=re.I)
+    # x.xml beside x-train.arff, x-train-sparse.arff
+    stem = re.sub(r"[-_.]?(train|test)([-_.]sparse)?$", "", path.stem, flags=re.I)
     for xml in (path.with_suffix(".xml"), path.with_name(stem + ".xml")):
         if xml.is_file():
             position = {a.name: i for i, a in enumerate(table.attributes)}
@@ -445,5 +446,5 @@ def load_arff(request: Request) -> Dataset:
         if second.attributes != table.attributes:
             raise DataError(f"{test_file} must have the same attributes as {train_file.name}")
         splits["test"] = columns(second, chosen, test_file)
-    name = f"arff:{re.sub('[-_]train$', '', train_file.stem)}" + " (smoke)" * is_smoke(train_file.parent)
+    name = f"arff:{re.sub('[-_]train(?![a-z])', '', train_file.stem)}" + " (smoke)" * is_smoke(train_file.parent)
     return Dataset(name, "table", tuple(table.attributes[i].name for i in chosen), True, **splits)
