@@ -18,7 +18,7 @@ import numpy as np
 from . import measures, significance
 from .files import atomic_write, sealed
 from .runs import folder_name, read_result
-from .tables import Cell, Shown, Table, p_value, plus_minus, signed
+from .tables import Cell, Shown, Table, decimals, p_value, plus_minus, signed
 
 __all__ = [
     "PAIRED",
@@ -82,7 +82,8 @@ def means(summary: Mapping[str, Any]) -> Table:
     heads, n = summary["heads"], len(summary["seeds"])
     rows = []
     for key, values in summary["metrics"].items():
-        cells = [plus_minus(values[h]["mean"], values[h].get("sd")) if h in values else None for h in heads]
+        digits = decimals(row["mean"] for row in values.values())
+        cells = [plus_minus(values[h]["mean"], values[h].get("sd"), digits) if h in values else None for h in heads]
         rows.append((measures.find(key).title, *cells))
     title = f"Mean ± standard deviation over {n} seeds" if n > 1 else "Metrics and average geometry"
     return Table(title, ("", *heads), tuple(rows))
@@ -109,16 +110,19 @@ def paired_table(title: str, tests: Mapping[str, Mapping[str, Any]], note: str) 
 def paired_cells(test: Mapping[str, Any], scale: float = 1.0) -> tuple[Cell, ...]:
     """The cells under `PAIRED` of a paired test."""
 
+    ends = ("difference", "low", "high")
+    digits = decimals(None if test[key] is None else scale * test[key] for key in ends)
+
     def number(key: str) -> Cell:
         value = test[key]
-        return None if value is None else Shown(signed(scale * value) or "–", scale * value)
+        return None if value is None else Shown(signed(scale * value, digits) or "–", scale * value)
 
     def p(key: str) -> Cell:
         value = test.get(key)
         return None if value is None or np.isnan(value) else Shown(p_value(value), value)
 
     t = None if test["t"] is None else Shown(f"{test['t']:.2f}", test["t"])
-    return number("difference"), number("low"), number("high"), t, p("p"), p("p_holm"), test["n"]
+    return *map(number, ends), t, p("p"), p("p_holm"), test["n"]
 
 
 def tuning_tables(summary: Mapping[str, Any]) -> list[Table]:

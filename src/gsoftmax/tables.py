@@ -7,7 +7,7 @@ import io
 import math
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ __all__ = [
     "Cell",
     "Shown",
     "Table",
+    "decimals",
     "p_value",
     "plain",
     "plus_minus",
@@ -146,14 +147,16 @@ def show(cell: Cell) -> str:
     return f"{cell:.{_digits(cell)}f}" if math.isfinite(cell) and (abs(cell) >= 1e-4 or cell == 0) else f"{cell:.3g}"
 
 
-def signed(value: float | None) -> str | None:
+def signed(value: float | None, digits: int | None = None) -> str | None:
     """
-    >>> signed(0.5), signed(-12.0)
-    ('+0.5000', '-12.00')
+    >>> signed(0.5), signed(-12.0), signed(-0.00001, digits=2)
+    ('+0.5000', '-12.00', '+0.00')
     """
     if value is None or not math.isfinite(value):
         return None
-    value = 0.0 if abs(value) < 1e-12 else value  # avoid -0
+    value = 0.0 if abs(value) < (1e-12 if digits is None else 0.5 * 10**-digits) else value  # avoid -0
+    if digits is not None:
+        return f"{value:+.{digits}f}"
     return f"{value:+.{_digits(value)}f}" if abs(value) >= 1e-4 or value == 0 else f"{value:+.2g}"
 
 
@@ -167,10 +170,23 @@ def p_value(p: float) -> str:
     return "< 1e-6" if p < 1e-6 else f"{p:.2g}"
 
 
-def plus_minus(mean: float | None, sd: float | None) -> str:
+def plus_minus(mean: float | None, sd: float | None, digits: int | None = None) -> str:
     if mean is None or not math.isfinite(mean):
         return "–" if mean is None or math.isnan(mean) else "∞"
-    return f"{mean:.{_digits(mean)}f}" + ("" if sd is None else f" ± {sd:.{_digits(mean)}f}")
+    digits = _digits(mean) if digits is None else digits
+    return f"{mean:.{digits}f}" + ("" if sd is None else f" ± {sd:.{digits}f}")
+
+
+def decimals(values: Iterable[float | None]) -> int | None:
+    """Decimals that suit all numbers of a row: those of the largest; None where one of them is tiny.
+
+    values: numbers, or None where there is none
+
+    >>> decimals([1.067, 0.6667]), decimals([None, 3e-5])
+    (3, None)
+    """
+    largest = max((abs(v) for v in values if v is not None and math.isfinite(v)), default=0.0)
+    return None if 0 < largest < 1e-3 else _digits(largest)
 
 
 def _digits(value: float) -> int:

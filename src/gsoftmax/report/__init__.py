@@ -15,6 +15,7 @@ from ..tables import Table
 from . import figures as figure_room
 from . import page
 from .data import Document, from_analyses, from_comparison, from_runs
+from .examples import examples
 from .paper import paper_tables
 from .tables import of_document, summary_by_seed
 
@@ -33,12 +34,14 @@ __all__ = [
 ]
 
 
-def write_page(summary: Mapping[str, Any], out: str | os.PathLike[str], title: str) -> Path:
+def write_page(
+    summary: Mapping[str, Any], out: str | os.PathLike[str], title: str, data_root: str | None = None
+) -> Path:
     """Writes `out`/report.html for a comparison whose runs are in `out`, and returns its path.
 
-    summary, out, title: as in `from_comparison`
+    summary, out, title, data_root: as in `from_comparison`
     """
-    return page.write(from_comparison(summary, out, title), out)
+    return page.write(from_comparison(summary, out, title, data_root), out)
 
 
 def from_outputs(
@@ -50,7 +53,10 @@ def from_outputs(
     title: of the report
     resamples: of the bootstrap, for the intervals of every class; 0 for none
     """
-    return from_analyses(*compare_models([outputs, *against], resamples=resamples), title=title)
+    files = [Path(outputs), *map(Path, against)]
+    doc = from_analyses(*compare_models(files, resamples=resamples), title=title)
+    doc["examples"] = examples({(head, 0): path for head, path in zip(doc["heads"], files, strict=True)})
+    return doc
 
 
 def write(

@@ -21,6 +21,7 @@ files of outputs, and from a document that was saved.  nan and inf are None.
                    own and other
     tuning, trials what was tuned, as in summary.json, or {}; and one entry per (head, key, setting): value, score,
                    seeds, swept (whether only this key was changed)
+    examples       confusions, examples that flip between heads, and labels that may be wrong, as in `report.examples`
     config, environment, commands
 """
 
@@ -47,6 +48,7 @@ from ..runs import environment, folder_name, read_config, read_environment, read
 from ..summary import correct, summary_of, verdicts
 from ..tables import p_value, plain, signed
 from . import features
+from .examples import examples
 
 Document = dict[str, Any]
 
@@ -54,28 +56,34 @@ PAPER = geometry.MEASURES[:3]  # compactness, separability, ratio
 _MOST_EPOCHS = 200  # of a learning curve
 
 
-def from_comparison(summary: Mapping[str, Any], out: str | os.PathLike[str], title: str) -> Document:
+def from_comparison(
+    summary: Mapping[str, Any], out: str | os.PathLike[str], title: str, data_root: str | None = None
+) -> Document:
     """The document of a comparison.
 
     summary, out: as `compare` returns it, and its folder with the runs HEAD/seed-N
     title: of the report
+    data_root: where the datasets are, for the images of examples
     """
     heads, seeds = summary["heads"], summary["seeds"]
     runs = {(head, seed): Path(out) / folder_name(head) / f"seed-{seed}" for head in heads for seed in seeds}
-    return _from_runs(summary, runs, title)
+    return _from_runs(summary, runs, title, data_root)
 
 
-def from_runs(paths: Sequence[str | os.PathLike[str]], title: str | None = None) -> Document:
+def from_runs(
+    paths: Sequence[str | os.PathLike[str]], title: str | None = None, data_root: str | None = None
+) -> Document:
     """The document of finished runs.  Softmax, or else the first head, is the reference.
 
     paths, title: run folders, or the folder of one comparison; and the title of the report
+    data_root: as in `from_comparison`
     """
     folders = [Path(p) for p in paths]
     if not folders:
         raise ValueError("report needs at least one run folder")
     if len(folders) == 1 and (folders[0] / "summary.json").exists():
         summary = _read_summary(folders[0] / "summary.json")
-        return from_comparison(summary, folders[0], title or folders[0].resolve().name)
+        return from_comparison(summary, folders[0], title or folders[0].resolve().name, data_root)
     found: dict[str, dict[int, tuple[Path, dict[str, Any]]]] = {}
     data: dict[str, None] = {}
     for folder in folders:
@@ -97,7 +105,8 @@ def from_runs(paths: Sequence[str | os.PathLike[str]], title: str | None = None)
     if not seeds:
         raise ValueError("the heads of a report must have a seed in common, got none")
     summary = summary_of({h: [found[h][s][1] for s in seeds] for h in heads}, seeds)
-    doc = _from_runs(summary, {(h, s): found[h][s][0] for h in heads for s in seeds}, title or ", ".join(heads))
+    runs = {(h, s): found[h][s][0] for h in heads for s in seeds}
+    doc = _from_runs(summary, runs, title or ", ".join(heads), data_root)
     if left := sum(map(len, found.values())) - len(seeds) * len(heads):
         doc["notes"].append(f"{left} runs left out: their seed is not there for every head")
     return doc
@@ -139,7 +148,9 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _from_runs(summary: Mapping[str, Any], runs: Mapping[tuple[str, int], Path], title: str) -> Document:
+def _from_runs(
+    summary: Mapping[str, Any], runs: Mapping[tuple[str, int], Path], title: str, data_root: str | None
+) -> Document:
     heads, seeds = list(summary["heads"]), list(summary["seeds"])
     doc = blank(title, "compare", heads, seeds, bool(summary["multilabel"]))
     doc["verdicts"] = verdicts(dict(summary))
@@ -166,6 +177,7 @@ def _from_runs(summary: Mapping[str, Any], runs: Mapping[tuple[str, int], Path],
             doc["over_classes"][head] = _json({m: significance.paired(first[m], second[m]) for m in first})
     correct([test for tests in doc["over_classes"].values() for test in tests.values()])
     doc["correlations"] = _correlations(found)
+    doc["examples"] = examples(ready, data_root)
     _add_origin(doc, list(ready.values()))
     return doc
 
@@ -317,6 +329,7 @@ def blank(title: str, kind: str, heads: Sequence[str], seeds: Sequence[int], mul
         "splits": ["test"],
         "measures": [*geometry.MEASURES, "AP" if multilabel else "accuracy"],
         "correlations": None,
+        "examples": None,
     }
 
 
