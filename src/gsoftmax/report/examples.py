@@ -4,9 +4,10 @@ Everything but the thumbnails comes from the files of outputs.  The pictures are
 the report is made; where that cannot be read, or its labels are not those of the outputs, the page shows row numbers.
 
     examples   None, or: rows, unit ("image", "row"), runs, confusion, flips, labels, pictures, missing
-    confusion  order (classes, confusable ones are neighbours), heads: head -> runs, right (per class), wrong (class,
-               predicted, count; the most frequent first); None for several labels
-    flips      head -> better, worse (examples that more, or fewer, of its runs get right), apart, apart_first (examples
+    confusion  order (classes, confusable ones are neighbours), heads: head -> images (of every
+               class, in all runs), right, wrong (class, predicted, count; the most frequent first); None for several
+               labels
+    flips      head -> runs (of the first head and of it), better, worse (examples that more, or fewer, of its runs get right), apart, apart_first (examples
                on which a run of it and of the first head differ, and two runs of the first), tiles
     labels     tiles: examples whose label nearly all runs contradict with high probability
     tile       row, c (label), first and second (fractions of wrong runs), as_first, as_second, p; -1 for no class
@@ -113,8 +114,7 @@ def some_examples(found: dict[str, Any] | None, place: Mapping[int, int]) -> dic
         "order": None,
         "heads": {
             head: {
-                "runs": of["runs"],
-                "right": [of["right"][c] for c in place],
+                **{k: [of[k][c] for c in place] for k in ("images", "right")},
                 "wrong": [[place[c], place[j], n] for c, j, n in of["wrong"] if c in place and j in place],
             }
             for head, of in found["confusion"]["heads"].items()
@@ -193,9 +193,10 @@ def _flips(first: Sequence[_Run], second: Sequence[_Run], used: np.ndarray, head
         order = np.lexsort((changed, -doubt[changed], -sign * gain[changed]))[:most]
         for item in changed[order].tolist():
             tile = _tile(first, item)
-            tile |= {"first": a[item] / n, "second": b[item] / m, "as_first": _mode(first, item)[0]}
+            tile |= {"first": float(a[item] / n), "second": float(b[item] / m), "as_first": _mode(first, item)[0]}
             tiles.append({**tile, "as_second": _mode(second, item)[0]})
     return {
+        "runs": [n, m],
         "better": int((gain > 0).sum()),
         "worse": int((gain < 0).sum()),
         "apart": float((a / n * (1 - b / m) + (1 - a / n) * b / m).sum()),
@@ -228,8 +229,13 @@ def _tile(runs: Sequence[_Run], item: int) -> Tile:
 
 
 def _mode(runs: Sequence[_Run], item: int) -> tuple[int, int]:
-    """The class that most runs predict (of several labels: 1 for the label, 0 for none), and how many do."""
-    found, counts = np.unique([int(run.predicted.reshape(-1)[item]) for run in runs], return_counts=True)
+    """What most of the wrong runs predict (of several labels: 1 for the label, 0 for none; -1 where no run is wrong),
+    and how many do."""
+    y = int(runs[0].y.reshape(-1)[item])
+    wrong = [j for j in (int(run.predicted.reshape(-1)[item]) for run in runs) if j != y]
+    if not wrong:
+        return -1, 0
+    found, counts = np.unique(wrong, return_counts=True)
     return int(found[counts.argmax()]), int(counts.max())
 
 
@@ -238,16 +244,17 @@ def _confusion(
 ) -> dict[str, Any]:
     told, softs = {}, [run.soft for run in found.values() if run.soft is not None]
     for head in heads:
-        runs, right = _of(found, head), np.zeros(classes, np.int64)
+        runs, right, images = _of(found, head), np.zeros(classes, np.int64), np.zeros(classes, np.int64)
         cells = np.zeros(0, np.int64)
         for run in runs:
             y, j = run.y[used].astype(np.int64), run.predicted[used].astype(np.int64)
+            images += np.bincount(y, minlength=classes)
             right += np.bincount(y[y == j], minlength=classes)
             cells = np.concatenate([cells, y[y != j] * classes + j[y != j]])
         place, count = np.unique(cells, return_counts=True)
         order = np.lexsort((place, -count))[:MOST_CELLS]
         wrong = [[*divmod(c, classes), n] for c, n in zip(place[order].tolist(), count[order].tolist(), strict=True)]
-        told[head] = {"runs": len(runs), "right": right.tolist(), "wrong": wrong}
+        told[head] = {"images": images.tolist(), "right": right.tolist(), "wrong": wrong}
     order_ = None
     if softs:
         mean = np.sum(softs, axis=0)

@@ -85,6 +85,12 @@ def figures(doc: Mapping[str, Any], *, c: int = 0) -> dict[str, Spec]:
     # figures of one seed show the first that the most heads have outputs of
     seed = max(doc["seeds"], key=lambda s: len({g["head"] for g in doc["geometry"] if g["seed"] == s}))
     found: dict[str, Spec] = {}
+    headline = measures.headline(doc["multilabel"]).key
+    if any("paired" in row for row in doc["metrics"].get(headline, {}).values()):
+        each = len(heads) - 1
+        panels = [panel(specs.forest(json.dumps(headline)), None, 300, 40 * each)]
+        panels.append(panel(specs.relative(), None, 300, {"step": 9, "for": "offset"}))
+        found["forest"] = compose(doc, [panels])
     if doc["points"]:
         panels = [panel(specs.scatter(json.dumps(h)), h, 210, 190) for h in heads if _has(doc["points"], h)]
         found["x-against-p"] = compose(doc, [panels], f"class {classes[c]}", cls=c, seed=seed)
@@ -100,15 +106,20 @@ def figures(doc: Mapping[str, Any], *, c: int = 0) -> dict[str, Spec]:
         panels = [panel(specs.average_bars(json.dumps(m), f"mean {m}"), None, 40 * len(heads), 180) for m in shown]
         found["averages"] = compose(doc, [panels])
     if keys := list(dict.fromkeys(k for run in doc["curves"] for k in run if k not in ("head", "seed", "epoch"))):
-        panels = [panel(specs.curves(json.dumps(k), curve_title(k)), None, 230, 180) for k in keys[:_MOST_CURVES]]
+        panels = [panel(specs.curves(json.dumps(k)), None, 230, 180) for k in keys[:_MOST_CURVES]]
         found["curves"] = compose(doc, [panels])
     if len(doc["seeds"]) > 1:
         shown = [m for m in ("error", "mAP", *PAPER) if m in doc["metrics"]]
-        panels = [panel(specs.seeds(json.dumps(m), measures.find(m).title), None, 50 * len(heads), 180) for m in shown]
+        panels = [panel(specs.seeds(json.dumps(m)), None, 50 * len(heads), 180) for m in shown]
         found["seeds"] = compose(doc, [panels])
     if tuned := specs.sensitivities(doc):
         panels = [panel(spec, None, 260, 190) for spec in tuned.values()]
         found["sensitivity"] = compose(doc, [panels])
+    if (doc.get("examples") or {}).get("confusion") and doc["examples"]["confusion"]["order"]:
+        panels = [
+            panel(specs.confusion(json.dumps(h), "-1"), h, 240, 240) for h in doc["examples"]["confusion"]["heads"]
+        ]
+        found["confusion"] = compose(doc, [panels])
     if doc["calibration"]:
         found["calibration"] = compose(doc, [[panel(specs.calibration(), None, 250, 250)]])
     if views := doc.get("features"):
@@ -121,11 +132,6 @@ def figures(doc: Mapping[str, Any], *, c: int = 0) -> dict[str, Spec]:
             panels = class_panels(json.dumps(split))
             found[f"classes-{split}"] = compose(doc, [panels], f"{split} set{few}", first=0)
     return found
-
-
-def curve_title(key: str) -> str:
-    """What a column of the learning curves is called."""
-    return "learning rate" if key == "lr" else measures.find(key).title
 
 
 def sheet(spec: Spec, title: str | None = None, heads: Sequence[str] = ()) -> Spec:
@@ -173,7 +179,7 @@ def compose(doc: Mapping[str, Any], rows: Sequence[list[Spec]], title: str | Non
     title, choice: of the whole figure, and parameters as in `specs.parameters`
     """
     data = {panel["data"]["name"] for panels in rows for panel in panels}
-    sources = {**doc, "heads": [{"head": h} for h in doc["heads"]]}
+    sources = {**doc, **specs.sources(doc)}
     params = [{"name": k, "value": v} for k, v in specs.parameters(doc, **choice).items()]
     parts: Spec = {"hconcat": rows[0]} if len(rows) == 1 else {"vconcat": [{"hconcat": panels} for panels in rows]}
     whole = {**parts, "params": params, "datasets": {name: sources[name] for name in sorted(data)}}

@@ -18,15 +18,17 @@ from ..files import atomic_write
 from ..significance import ALPHA
 from ..summary import PAIRED, differences, means, tuning_tables
 from ..tables import Shown, Table
-from . import specs, tables
+from . import gallery, specs, tables, words
 from .colours import colours
 from .data import Document, some_classes, some_points
-from .figures import curve_title, vl_convert
+from .examples import some_examples
+from .figures import vl_convert
 
 # What the page holds for each class, head, seed and split is about 300 bytes.
 _MOST_ROWS = 5_000
 _MOST_CLASSES = 2_000
-_MOST_TABLE_ROWS = 500  # of a table on the page
+_MOST_TABLE_ROWS = 200  # of a table on the page
+_MOST_CONFUSIONS = 20
 
 
 def write(doc: Document, out: str | os.PathLike[str]) -> Path:
@@ -45,31 +47,47 @@ def render(doc: Document) -> str:
     few = f"The first {_MOST_TABLE_ROWS} of {{:,}} rows; the table files have all. {{}}"
     rest = [*tables.over_classes(small), tables.correlations(small), tables.normality(small), tables.classes(small)]
     rest.append(tables.intervals(small))
+    shown, headline = small["examples"], measures.headline(doc["multilabel"])
+    found = words.findings(doc)
     return _fill(
         "report.html",
         doc=small,
         word="head" if doc["kind"] == "compare" else "model",
         colours=paint,
+        about=words.about(doc),
+        incomplete=words.incomplete(doc),
+        findings=found,
+        no_verdict=words.no_verdict(doc),
+        has_forest=doc["kind"] == "compare" and bool(found),
+        headline=headline.key,
+        headline_smaller=headline.smaller_is_better,
         smaller=[measures.find(m).label for m in doc["metrics"] if measures.find(m).smaller_is_better],
         tables={
             "summary": means(small),
             "tuning": tuning_tables(small),
             "differences": [*differences(small), *tables.over_images(small)],
+            "confusions": [t.first(_MOST_CONFUSIONS, t.note) for t in [tables.confusions(small)] if t and t.rows],
             "rest": [
                 t.first(_MOST_TABLE_ROWS, few.format(len(t.rows), t.note)) for t in rest if t is not None and t.rows
             ],
         },
+        places={name: c for c, name in reversed(list(enumerate(small["classes"])))},
         name_of=lambda key: measures.find(key).title,
-        curve_title=curve_title,
+        curve_title=specs.title_of,
         sure=_sure,
         tuned_keys=list(specs.sensitivities(small)),
         has_learned=any("learned" in g for g in doc["geometry"]),
+        has_margin=any(head.partition("(")[0] == "lsoftmax" for head in doc["heads"]),
+        has_confusion=bool(shown and shown["confusion"]),
+        has_matrix=bool(shown and shown["confusion"] and shown["confusion"]["order"]),
+        shown=shown and gallery.view(small),
+        fewest=specs.FEWEST,
         curve_keys=list(dict.fromkeys(k for c in doc["curves"] for k in c if k not in ("head", "seed", "epoch"))),
-        data_json=small,
+        data_json={**small, "examples": shown and {"confusion": shown["confusion"]}},
         specs_json={
             "figures": specs.for_page(small),
             "parameters": specs.parameters(small),
-            "shown": specs.SHOWN,
+            "sources": specs.sources(small),
             "playground": specs.playground(),
         },
     )
@@ -92,6 +110,7 @@ def trim(doc: Document) -> Document:
         small["geometry"] = rows = [some_classes(row, keep) for row in rows]
         small["normality"] = [some_classes(row, keep) for row in doc.get("normality", [])]
         small["points"] = [some_points(run, place) for run in doc["points"]]
+        small["examples"] = some_examples(doc["examples"], place)
         small["correlations"] = None
         small["notes"].append(
             f"this page shows the {_MOST_CLASSES:,} classes with the most images of {len(doc['classes']):,}; tables "

@@ -1,9 +1,9 @@
 """The figures of a report as Vega-Lite, for the page and for files.
 
 A spec names the part of the document that it draws (`data.name`) and selects its rows by parameters: `doc` (classes,
-heads, colours, seeds, metrics), `sides` (what own outputs and impostors are called) and the choices `cls`, `head` and
-`seed` (null for all), `split`, `measure`, `metric`, `curve`, `first` (class of the bars) and `panel` (head of the
-panel).  The page sets them from its controls; `figures.py` writes constants in their place.
+heads, colours, seeds, metrics, titles of measures, confusable order of the classes), `sides` (what own outputs and
+impostors are called) and the choices `cls`, `head` and `seed` (null for all), `split`, `metric`, `curve` and `panel`
+(head of the panel).  The page sets them from its controls; `figures.py` writes constants in their place.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ SLIDERS = (
     ("sigma2", "σ₂", 0.1, 5, 0.1, 1),
     ("x2", "x₂", -8, 8, 0.1, 0),
 )
-SHOWN = 20  # classes that the bars show at once
+SHOWN = 20  # classes that the bars of a file show
 MOST_COLOURS = 20  # classes with a colour each
+FEWEST = 10  # images of a bin of the reliability diagram
 _LINE = "#888888A0"
 _CROSS = "M-.8,-.8L.8,.8M.8,-.8L-.8,.8"  # two thin strokes
 _FEW = {"tickCount": 6}
+_NUMBER = {"labelExpr": "datum.label === '' ? '' : format(datum.value, '.4~g')"}  # "~g" alone writes 10 as 1e+1
 _CHOSEN = "(head === null || datum.head === head) && (seed === null || datum.seed === seed)"
 _PAIR = "isArray(datum.pair) && isValid(datum.pair[0]) && isValid(datum.pair[1])"
 _COLOUR = {"field": "head", "type": "nominal", "title": None, "scale": {"domain": {"expr": "doc.heads"}}}
-_HEADS = {"field": "head", "type": "nominal", "title": None, "sort": None}
+_HEADS = {"field": "head", "type": "nominal", "title": "head", "sort": None}
 
 
 def config(heads: Sequence[str], ink: str, font: str, **more: Any) -> Spec:
@@ -54,15 +56,18 @@ def config(heads: Sequence[str], ink: str, font: str, **more: Any) -> Spec:
 def for_page(doc: Mapping[str, Any]) -> dict[str, Spec]:
     """All figures of the page, by name."""
     heads = doc["heads"]
+    each = len(heads) - 1
     made = {
+        "forest": (forest(), 60 + 44 * each),
+        "relative": (relative(), 50 + (10 + 7 * each) * len(doc["metrics"])),
         "scatter": (scatter(), 220),
         "gaussians": (gaussians(), 260),
-        "bars": (bars(), 300),  # the page sets the height by the number of bars
-        "learned": (learned(), 300),
-        "curves": (curves(), 240),
+        "learned": (learned(), 340),
+        "confusion": (confusion(), 320),
+        "curves": (curves(), 260),
         "seeds": (seeds(), 240),
         "differences": (differences(), 240),
-        "calibration": (calibration(), 300),
+        "calibration": (calibration(), 320),
         **{f"tuning-{key}": (spec, 240) for key, spec in sensitivities(doc).items()},
         **{f"features-{k}": (features(row, doc["classes"]), 340) for k, row in enumerate(doc.get("features", []))},
     }
@@ -73,8 +78,70 @@ def parameters(doc: Mapping[str, Any], **choice: Any) -> dict[str, Any]:
     """The parameters of a document, and the choices `cls`, `head`, `seed` and `split` where files keep the default."""
     known = {key: doc[key] for key in ("classes", "heads", "seeds", "metrics")}
     known["colours"] = list(colours(doc["heads"]).values())
+    found = (doc.get("examples") or {}).get("confusion") or {}
+    known |= {"order": list(doc["metrics"]), "confusable": found.get("order") or []}
+    keys = [*doc["metrics"], *doc["measures"], *(key for run in doc["curves"] for key in run)]
+    known["titles"] = {key: title_of(key) for key in keys}
     sides = ["with the label", "without the label"] if doc["multilabel"] else ["own output", "impostors"]
     return {"doc": known, "sides": sides, "cls": 0, "head": None, "seed": None, "split": "test", **choice}
+
+
+def title_of(key: str) -> str:
+    """What a measure or a column of the learning curves is called.
+
+    key: of a result or of a learning curve
+    """
+    return "learning rate" if key == "lr" else measures.find(key).title
+
+
+def sources(doc: Mapping[str, Any]) -> dict[str, Any]:
+    """The data that the figures name, beside those that a document has as lists of rows.
+
+    doc: see `report.data`
+    """
+    found = (doc.get("examples") or {}).get("confusion") or {"heads": {}}
+    return {
+        "heads": [{"head": head} for head in doc["heads"]],
+        "confusion": [{"head": head, **of} for head, of in found["heads"].items()],
+    }
+
+
+def forest(metric: str = "metric") -> Spec:
+    """The difference of every head from the first: rings for the seeds, the mean, and its 95 % interval."""
+    title = {"expr": f"'difference from ' + doc.heads[0] + ': ' + doc.titles[{metric}]"}
+    return _differences(metric, "x", title, {**_HEADS, "title": None})
+
+
+def differences(metric: str = "metric") -> Spec:
+    """The same from bottom to top."""
+    return _differences(metric, "y", {"expr": f"doc.titles[{metric}] + ', minus ' + doc.heads[0]"}, _HEADS)
+
+
+def relative() -> Spec:
+    """The differences of all measures from the first head's mean, in percent of it, with their 95 % intervals."""
+    x = _q("value", None, axis={**_FEW, "title": {"expr": "'difference, % of the mean of ' + doc.heads[0]"}})
+    y = {"field": "label", "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 130}}
+    wide = [_text("label", "measure"), _text("head"), *(_number(k, t) for k, t in _ENDS.items())]
+    place = {"y": y, "yOffset": _HEADS, "color": _COLOUR, "tooltip": [*wide, _number("p", "p after correction")]}
+    base = "doc.metrics[datum.key][doc.heads[0]].mean"
+    sure = {"condition": {"test": "isValid(datum.p) && datum.p < 0.05", "value": 1}, "value": 0}
+    dot = {"type": "point", "filled": False, "size": 40, "opacity": 1, "strokeWidth": 1.5}
+    steps = _steps(
+        "datum.head !== doc.heads[0]",
+        _calc(key="doc.order"),
+        {"flatten": ["key"]},
+        _calc(row="doc.metrics[datum.key][datum.head]"),
+        f"isValid(datum.row) && isValid(datum.row.paired) && {base} !== 0",
+        _calc(label="doc.titles[datum.key]", p="datum.row.paired.p_holm"),
+        _calc(**{k: f"100 * datum.row.paired.{of} / abs({base})" for k, of in _PAIRED.items()}),
+    )
+    return _figure(
+        "heads",
+        steps,
+        _layer({"type": "rule", "strokeDash": [4, 3]}, {"x": {"datum": 0}}),
+        _layer({"type": "rule", "strokeWidth": 2}, {**place, "x": {**x, "field": "low"}, "x2": {"field": "high"}}),
+        _layer(dot, {**place, "x": x, "fill": _COLOUR, "fillOpacity": sure}),
+    )
 
 
 def scatter(panel: str = "panel", cls: str = "cls") -> Spec:
@@ -149,7 +216,7 @@ def gaussians(cls: str = "cls") -> Spec:
 def bars(measure: str = "measure", split: str = "split") -> Spec:
     """One measure for every class, all heads side by side; whiskers are one standard deviation over seeds."""
     axis = {"labelExpr": "doc.classes[datum.value]"}
-    place = {"y": {"field": "c", "type": "ordinal", "title": None, "axis": axis}, "yOffset": _HEADS}
+    place = {"y": {"field": "c", "type": "ordinal", "title": "class", "axis": axis}, "yOffset": _HEADS}
     shown = f"sequence(first, min(first + {SHOWN}, length(doc.classes)))"
     steps = _steps(
         f"{_CHOSEN} && datum.split === {split}",
@@ -158,7 +225,7 @@ def bars(measure: str = "measure", split: str = "split") -> Spec:
         _calc(name="doc.classes[datum.c]"),
         _over_seeds("c", "name"),
     )
-    return _figure("geometry", steps, *_bars("x", None, place, [_text("name", "class")]))
+    return _figure("geometry", steps, *_bars("x", _titled(measure), place, [_text("name", "class")]))
 
 
 def class_bars(measure: str, title: str, cls: str = "cls") -> Spec:
@@ -173,43 +240,97 @@ def average_bars(metric: str, title: str) -> Spec:
 
 
 def learned(panel: str = "head", chosen: str = "cls") -> Spec:
-    """(μ, σ) of the head compared with the empirical mean and deviation of x, one line for each class."""
-    kinds = {"its own images": "triangle-up", "learned": "circle", "all images": "square"}
+    """(μ, σ) of the head compared with the empirical mean and deviation of x, averaged over seeds.
+
+    The chosen class has a stroke that widens from what is learned to what is there, and its own name.
+    """
+    kinds = {"learned": "circle", "its own images": "triangle-up"}
     shapes = {"domain": list(kinds), "range": list(kinds.values())}
-    x, y = _q("mean", scale={"zero": False}, axis=_FEW), _q("sigma", "σ", scale={"zero": False})
+    x, y = (
+        _q("mean", "μ, or mean of x", scale={"zero": False}, axis=_FEW),
+        _q("sigma", "σ, or deviation of x", scale={"zero": False}),
+    )
     colour = {**_COLOUR, "legend": None}
-    line = {"x": x, "y": y, "color": colour, "order": {"field": "step"}, "detail": [{"field": "c"}, {"field": "seed"}]}
     points = {
         "x": x,
         "y": y,
         "color": colour,
         "shape": {"field": "kind", "type": "nominal", "title": None, "scale": shapes},
-        "size": {"condition": {"test": f"datum.c === {chosen}", "value": 190}, "value": 55},
         "tooltip": [_text("name", "class"), _text("head"), _text("kind"), _number("mean"), _number("sigma", "σ")],
     }
+    trail = {"x": x, "y": y, "color": colour, "order": {"field": "step"}, "detail": [{"field": "head"}]}
+    trail["size"] = {"field": "step", "type": "quantitative", "scale": {"range": [1, 7]}, "legend": None}
+    of_chosen = f"datum.c === {chosen}"
+    means = [{"op": "mean", "field": f, "as": f} for f in ("mean", "sigma")]
     return _figure(
         "geometry",
         _steps(
             _CHOSEN.replace("head === ", f"{panel} === ", 1).replace("=== head", f"=== {panel}"),
             "datum.split === 'test' && isArray(datum.learned)",
-            _calc(number="sequence(length(datum.learned))", all="isArray(datum.overall) ? datum.overall : []"),
-            {"flatten": ["number", "own", "learned", "all"], "as": ["c", *kinds]},
+            _calc(c="sequence(length(datum.learned))"),
+            {"flatten": ["c", "learned", "own"], "as": ["c", *kinds]},
             {"fold": list(kinds), "as": ["kind", "pair"]},
             _PAIR,
-            _calc(mean="datum.pair[0]", sigma="datum.pair[1]", name="doc.classes[datum.c]"),
-            _calc(step=f"indexof({list(kinds)}, datum.kind)"),
+            _calc(mean="datum.pair[0]", sigma="datum.pair[1]"),
+            {"aggregate": means, "groupby": ["head", "c", "kind"]},
+            _calc(step=f"indexof({list(kinds)}, datum.kind)", name="doc.classes[datum.c]"),
         ),
-        _layer({"type": "line", "strokeWidth": 1, "opacity": 0.35}, line),
-        _layer({"type": "point", "filled": True, "opacity": 0.85}, points),
+        _layer({"type": "point", "filled": True, "opacity": 0.35, "size": 45, "cursor": "pointer"}, points),
+        _layer({"type": "trail", "opacity": 0.8}, trail, of_chosen),
+        _layer({"type": "point", "filled": True, "opacity": 1, "size": 150, "stroke": "white"}, points, of_chosen),
     )
 
 
-def curves(curve: str = "curve", title: str | None = None) -> Spec:
+def confusion(panel: str = "panel", chosen: str = "cls") -> Spec:
+    """What the images of every class are taken for, by one head: percent of the class, over all seeds."""
+    names = {"labelExpr": "doc.classes[doc.confusable[datum.value]]", "labelOverlap": True, "labelLimit": 80}
+    axis = {**names, "ticks": False, "domain": False}
+    domain = {"domain": {"expr": "sequence(length(doc.confusable))"}, "padding": 0.06}
+    y = {"field": "row", "type": "ordinal", "title": "class", "axis": axis, "scale": domain}
+    x = {**y, "field": "column", "title": "predicted class", "axis": {**axis, "labelAngle": -90}}
+    colour = {"expr": f"doc.colours[indexof(doc.heads, {panel})]"}
+    cells = {
+        "x": x,
+        "y": y,
+        "color": {"value": colour},
+        "opacity": {
+            "field": "share",
+            "type": "quantitative",
+            "legend": None,
+            "scale": {"type": "sqrt", "domainMin": 0, "range": [0.08, 1]},
+        },
+        "tooltip": [_text("name", "class"), _text("as", "taken for"), _number("share", "% of the class"), _text("n")],
+    }
+    place = f"indexof(doc.confusable, {chosen})"
+    frame = {"type": "rect", "fillOpacity": 0, "stroke": "#888888", "strokeWidth": 1.2}
+    one: Spec = {"values": [{}]}
+    each = _calc(row="sequence(length(doc.confusable))", column="sequence(length(doc.confusable))")
+    diagonal = _layer({"type": "rect", "color": "#88888830"}, {"x": x, "y": y}, each, {"flatten": ["row", "column"]})
+    return _figure(
+        "confusion",
+        [],
+        {**diagonal, "data": one},
+        _layer(
+            {"type": "rect", "cursor": "pointer"},
+            cells,
+            f"datum.head === {panel}",
+            {"flatten": ["wrong"]},
+            _calc(c="datum.wrong[0]", j="datum.wrong[1]", n="datum.wrong[2]"),
+            _calc(row="indexof(doc.confusable, datum.c)", column="indexof(doc.confusable, datum.j)"),
+            _calc(share="100 * datum.n / datum.images[datum.c]", name="doc.classes[datum.c]"),
+            _calc(**{"as": "doc.classes[datum.j]"}),
+        ),
+        {**_layer(frame, {"y": y}, _calc(row=place), "datum.row >= 0"), "data": one},
+        {**_layer(frame, {"x": x}, _calc(column=place), "datum.column >= 0"), "data": one},
+    )
+
+
+def curves(curve: str = "curve") -> Spec:
     """A quantity of the training by epoch, one line for each run."""
     whole = {"labelExpr": "datum.value % 1 ? '' : datum.label", "format": "d"}
     encoding = {
         "x": _q("epoch", axis=whole, scale={"zero": False}),
-        "y": _q("value", title, scale={"type": "log"}, axis={"format": ".6~g"}),
+        "y": _q("value", None, scale={"type": "log"}, axis={"format": "~g", **_NUMBER, "title": _titled(curve)}),
         "color": _COLOUR,
         "detail": [{"field": "seed"}],
         "tooltip": [_text("head"), _text("seed"), _text("epoch"), _number("value")],
@@ -219,23 +340,10 @@ def curves(curve: str = "curve", title: str | None = None) -> Spec:
     return _figure("curves", _steps(_CHOSEN, values, "datum.value > 0"), _layer(mark, encoding))
 
 
-def seeds(metric: str = "metric", title: str | None = None) -> Spec:
+def seeds(metric: str = "metric") -> Spec:
     """A metric of every seed, with the mean and its 95 % interval."""
     each = _steps(_calc(seed="doc.seeds", value="datum.row.values"), {"flatten": ["seed", "value"]})
-    return _figure("heads", _row_of(metric), *_seeds(each, "datum.row", title))
-
-
-def differences(metric: str = "metric") -> Spec:
-    """The paired differences from the first head, with their mean and its 95 % interval."""
-    first = f"doc.metrics[{metric}][doc.heads[0]].values"
-    each = _steps(
-        _calc(seed="doc.seeds", value="datum.row.values", first=first),
-        {"flatten": ["seed", "value", "first"]},
-        _calc(value="datum.value - datum.first"),
-    )
-    zero = _layer({"type": "rule", "strokeDash": [4, 3]}, {"y": {"datum": 0}})
-    rows = _steps(_row_of(metric), "isValid(datum.row.paired)")
-    return _figure("heads", rows, zero, *_seeds(each, "datum.row.paired", None))
+    return _figure("heads", _row_of(metric), *_seeds(each, "datum.row", _titled(metric)))
 
 
 def sensitivity(key: str, scale: str, title: str, worst: float, best: float) -> Spec:
@@ -247,7 +355,10 @@ def sensitivity(key: str, scale: str, title: str, worst: float, best: float) -> 
     y = {"domain": sorted((worst, best)), "clamp": True, "nice": False}
     shared = {
         "x": _q(
-            "value", key, scale={"type": "log" if scale == "log" else "linear", "zero": False}, axis={"format": ".6~g"}
+            "value",
+            key,
+            scale={"type": "log" if scale == "log" else "linear", "zero": False},
+            axis={"format": "~g", **_NUMBER},
         ),
         "y": _q("score", title, scale=y, axis=_FEW),
         "color": _COLOUR,
@@ -307,8 +418,10 @@ def features(row: Mapping[str, Any], classes: Sequence[str], cls: str = "cls") -
 
 
 def calibration() -> Spec:
-    """Reliability diagram: accuracy against confidence."""
+    """Reliability diagram: accuracy against confidence, with 95 % intervals (Agresti-Coull) of the accuracy."""
     x, y = (_q(f, t, scale={"domain": [0, 1]}, axis=_FEW) for f, t in (("confidence", ""), ("right", "accuracy")))
+    ends = {"x": x, "y": {**y, "field": "low"}, "y2": {"field": "high"}, "color": _COLOUR}
+    middle, room = "(datum.right + 2) / (datum.count + 4)", "1.96 * sqrt({0} * (1 - {0}) / (datum.count + 4))"
     sums = [{"op": "sum", "field": f, "as": f} for f in ("count", "confidence", "right")]
     tooltip = [_text("head"), _number("confidence", "mean confidence"), _number("right", "accuracy")]
     size = {"field": "share", "type": "quantitative", "scale": {"range": [15, 260]}, "legend": None}
@@ -323,11 +436,15 @@ def calibration() -> Spec:
             "datum.count > 0",
             _calc(confidence="datum.count * datum.confidence", right="datum.count * datum.right"),
             {"aggregate": sums, "groupby": ["head", "bin"]},
+            f"datum.count >= {FEWEST}",
+            _calc(middle=middle, room=room.format("datum.middle")),
+            _calc(low="max(0, datum.middle - datum.room)", high="min(1, datum.middle + datum.room)"),
             _calc(confidence="datum.confidence / datum.count", right="datum.right / datum.count"),
             {"joinaggregate": [{"op": "sum", "field": "count", "as": "total"}], "groupby": ["head"]},
             _calc(share="datum.count / datum.total"),
         ),
         {**diagonal, "data": {"values": [{"confidence": v, "right": v} for v in (0, 1)]}},
+        _layer({"type": "rule", "opacity": 0.5}, ends),
         _layer({"type": "line", "strokeWidth": 1.6, "opacity": 0.7}, {"x": x, "y": y, "color": _COLOUR}),
         _layer({"type": "point", "filled": True, "opacity": 0.85}, {"x": x, "y": y, "color": _COLOUR, **points}),
     )
@@ -427,9 +544,14 @@ def _over_seeds(*by: str) -> list[Spec]:
     return _steps("isValid(datum.value)", {"aggregate": ops, "groupby": ["head", *by]}, mean)
 
 
-def _bars(axis: str, title: str | None, place: Spec, tooltip: Sequence[Spec] = ()) -> list[Spec]:
+def _titled(key: str) -> Spec:
+    """The title of an axis that shows what a parameter chooses."""
+    return {"expr": f"doc.titles[{key}]"}
+
+
+def _bars(axis: str, title: str | Spec | None, place: Spec, tooltip: Sequence[Spec] = ()) -> list[Spec]:
     """Bars along `axis`, and whiskers from low to high."""
-    value = _q("value", title, axis=_FEW)
+    value = _q("value", None, axis={**_FEW, "title": title})
     told = [*tooltip, _text("head"), _number("value"), _number("sd", "deviation over seeds")]
     ends = {axis: {**value, "field": "low"}, f"{axis}2": {"field": "high"}}
     return [
@@ -438,19 +560,36 @@ def _bars(axis: str, title: str | None, place: Spec, tooltip: Sequence[Spec] = (
     ]
 
 
-def _seeds(each: list[Spec], row: str, title: str | None) -> list[Spec]:
+def _differences(metric: str, along: str, title: Spec, heads: Spec) -> Spec:
+    first = f"doc.metrics[{metric}][doc.heads[0]].values"
+    each = _steps(
+        _calc(seed="doc.seeds", value="datum.row.values", first=first),
+        {"flatten": ["seed", "value", "first"]},
+        _calc(value="datum.value - datum.first"),
+    )
+    zero = _layer({"type": "rule", "strokeDash": [4, 3]}, {along: {"datum": 0}})
+    rows = _steps(_row_of(metric), "datum.head !== doc.heads[0] && isValid(datum.row)")
+    return _figure("heads", rows, zero, *_seeds(each, "datum.row.paired", title, along, heads))
+
+
+_PAIRED = {"value": "difference", "low": "low", "high": "high"}
+_ENDS = {"value": "mean", "low": "from", "high": "to"}
+
+
+def _seeds(each: list[Spec], row: str, title: str | Spec | None, along: str = "y", heads: Spec = _HEADS) -> list[Spec]:
     """Rings for `each` seed; a dot and a bar for the mean of `row` and its interval."""
-    y = _q("value", title, scale={"zero": False}, axis=_FEW)
-    shared = {"x": _HEADS, "y": y, "color": _COLOUR}
-    ring, tooltip = {"type": "point", "filled": False, "size": 50, "xOffset": -9}, [_text("head"), _text("seed")]
-    dot = {"type": "point", "filled": True, "size": 80, "opacity": 1, "xOffset": 9}
-    wide = [_text("head"), _number("value", "mean"), _number("low", "from"), _number("high", "to")]
-    ends = {"y": {**y, "field": "low"}, "y2": {"field": "high"}, "tooltip": wide}
-    bar = {"type": "rule", "strokeWidth": 2.5, "xOffset": 9}
+    across, beside = ("x", "xOffset") if along == "y" else ("y", "yOffset")
+    value = _q("value", None, scale={"zero": False, "padding": 8}, axis={**_FEW, "title": title})
+    shared = {across: heads, along: value, "color": _COLOUR}
+    ring, tooltip = {"type": "point", "filled": False, "size": 50, beside: -9}, [_text("head"), _text("seed")]
+    dot = {"type": "point", "filled": True, "size": 80, "opacity": 1, beside: 9}
+    wide = [_text("head"), *(_number(k, t) for k, t in _ENDS.items())]
+    ends = {along: {**value, "field": "low"}, f"{along}2": {"field": "high"}, "tooltip": wide}
+    bar = {"type": "rule", "strokeWidth": 2.5, beside: 9}
     return [
         _layer(ring, {**shared, "tooltip": [*tooltip, _number("value")]}, each),
-        _layer(bar, {**shared, **ends}, _interval(row), "isValid(datum.low)"),
-        _layer(dot, {**shared, "tooltip": wide}, _interval(row)),
+        _layer(bar, {**shared, **ends}, f"isValid({row})", _interval(row), "isValid(datum.low)"),
+        _layer(dot, {**shared, "tooltip": wide}, f"isValid({row})", _interval(row)),
     ]
 
 

@@ -12,10 +12,12 @@ from .. import measures, significance
 from ..summary import PAIRED, differences, means, paired_cells, paired_table, tuning_tables
 from ..tables import Cell, Shown, Table, p_value
 
+_MOST_CONFUSIONS = 500
+
 
 def of_document(doc: Mapping[str, Any]) -> list[Table]:
     """All tables of a report, those without rows left out."""
-    tests = [*over_images(doc), *over_classes(doc), correlations(doc), normality(doc)]
+    tests = [*over_images(doc), *over_classes(doc), correlations(doc), normality(doc), confusions(doc)]
     found = [means(doc), *differences(doc), *tuning_tables(doc), *tests, classes(doc), intervals(doc)]
     return [table for table in found if table is not None and table.rows]
 
@@ -106,6 +108,25 @@ def normality(doc: Mapping[str, Any]) -> Table:
         f"D'Agostino-Pearson test of x over the class's own images{which}; p, Holm: corrected for the classes."
     )
     return Table("Is x Gaussian?", header, tuple(rows), note)
+
+
+def confusions(doc: Mapping[str, Any]) -> Table | None:
+    """What the images of a class are most often taken for, in percent of the class, by every head."""
+    found = (doc.get("examples") or {}).get("confusion")
+    if not found:
+        return None
+    parts: dict[tuple[int, int], dict[str, float]] = {}
+    for head, of in found["heads"].items():
+        for c, j, n in of["wrong"]:
+            parts.setdefault((c, j), {})[head] = 100 * n / of["images"][c]
+    order = sorted(parts, key=lambda pair: (-sum(parts[pair].values()), pair))
+    names, heads = doc["classes"], list(found["heads"])
+    rows = []
+    for c, j in order[:_MOST_CONFUSIONS]:
+        shares = [Shown(f"{v:.2f}", v) for v in (parts[c, j].get(head, 0.0) for head in heads)]
+        rows.append((names[c], names[j], *shares))
+    note = "Percent of the images of the class, over all seeds."
+    return Table("Most frequent confusions", ("class", "taken for", *(f"{h} %" for h in heads)), tuple(rows), note)
 
 
 def classes(doc: Mapping[str, Any]) -> Table:

@@ -17,7 +17,7 @@ class Finding(NamedTuple):
 
     head: str
     verdict: str  # better, worse, open (no difference shown), or none (no test)
-    sentence: str  # goes on after the head's name
+    sentence: str  # about the headline measure
     more: str  # the rest, smaller
 
 
@@ -29,6 +29,32 @@ def findings(doc: Mapping[str, Any]) -> list[Finding]:
     if doc["kind"] == "analyze":
         return [_of_images(doc, head) for head in doc["heads"][1:] if doc["over_images"]]
     return [_of_seeds(doc, head) for head in doc["heads"][1:]]
+
+
+def about(doc: Mapping[str, Any]) -> str:
+    """What was compared, in a line.
+
+    doc: see `report.data`
+    """
+    heads, seeds, found = len(doc["heads"]), len(doc["seeds"]), doc["examples"]
+    parts = [f"{heads} {'head' if doc['kind'] == 'compare' else 'model'}{'s' * (heads > 1)}"]
+    if doc["kind"] == "compare":
+        parts.append(f"{seeds} seed{'s' * (seeds > 1)} of each")
+    if doc["config"].get("data"):
+        parts.insert(0, str(doc["config"]["data"]))
+    if found:
+        parts.append(f"{found['rows']:,} {'test images' if found['unit'] == 'image' else 'test rows'}")
+    parts.append(f"{len(doc['classes']):,} {'labels' if doc['multilabel'] else 'classes'}")
+    return ", ".join(parts)
+
+
+def incomplete(doc: Mapping[str, Any]) -> str:
+    """That runs of the comparison are missing; nothing where none is.
+
+    doc: see `report.data`
+    """
+    missing = doc.get("missing") or 0
+    return f"This comparison is incomplete: {missing} planned run{'s' * (missing > 1)} missing." if missing else ""
 
 
 def points(value: float) -> str:
@@ -54,7 +80,7 @@ def no_verdict(doc: Mapping[str, Any]) -> str:
     return (
         "One seed gives no verdict: another seed would give other differences, and one run of each head does not tell "
         f"how much they vary. If they vary by {WORTH:g} points (standard deviation), {small} seeds show a true "
-        f"difference of {WORTH:g} points with 80 % power; twice that needs {large} seeds."
+        f"difference of {WORTH:g} points with 80 % power; twice that variation takes {large} seeds."
     )
 
 
@@ -64,7 +90,8 @@ def _of_seeds(doc: Mapping[str, Any], head: str) -> Finding:
     paired = row.get("paired")
     if paired is None:
         change = points(row["mean"] - rows[measure.key][first]["mean"])
-        return Finding(head, "none", f"{measure.label} {change} points with one seed, which is no evidence.", "")
+        label = measure.label[:1].upper() + measure.label[1:]
+        return Finding(head, "none", f"{label} {change} points with one seed each: no evidence either way.", "")
     n, unlike = len(doc["seeds"]), paired["p"] is not None and paired["p"] < significance.ALPHA
     p = paired.get("p_holm", paired["p"])
     verdict = _verdict(paired["difference"], math.nan if p is None else p, measure)
@@ -73,10 +100,10 @@ def _of_seeds(doc: Mapping[str, Any], head: str) -> Finding:
         sentence = f"{_HELPS[verdict]}: {change} (p {p_value(p)} after correction)."
     elif unlike:
         sentence = (
-            f"no evidence that it helps after correction for all tests: {change} (p {p_value(paired['p'])} alone)."
+            f"No evidence that it helps after correction for all tests: {change} (p {p_value(paired['p'])} alone)."
         )
     else:
-        sentence = f"no evidence that it helps: {change}."
+        sentence = f"No evidence that it helps: {change}."
     return Finding(head, verdict, sentence, " ".join([_power(paired, n), _geometry(doc, head)]).strip())
 
 
@@ -86,14 +113,14 @@ def _of_images(doc: Mapping[str, Any], head: str) -> Finding:
     p = test["p"] if exact is None else exact["p"]
     verdict = _verdict(test["difference"], math.nan if p is None else p, measure)
     change = _change(measure, *(None if test[k] is None else 100 * test[k] for k in ("difference", "low", "high")))
-    begin = _HELPS[verdict] if verdict != "open" else "no evidence that it differs"
+    begin = _HELPS[verdict] if verdict != "open" else "No evidence that it differs"
     named = "p" if exact is None else "McNemar's p"
     where = f" on these {test['n']:,} images ({named} {p_value(math.nan if p is None else p)})."
     more = "This is about these two trained models; whether a method is better needs several seeds of each."
     return Finding(head, verdict, f"{begin}: {change}{where}", more)
 
 
-_HELPS = {"better": "helps", "worse": "hurts"}
+_HELPS = {"better": "It helps", "worse": "It hurts"}
 
 
 def _verdict(difference: float, p: float, measure: measures.Measure) -> str:

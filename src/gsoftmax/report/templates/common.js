@@ -16,5 +16,5 @@ async function draw(name, container, spec) {
 function show(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   const text = value.toPrecision(4);
-  return text.includes("e") ? Number(text).toExponential() : String(Number(text));
+  return text.includes("e") ? Number(text).toExponential() : text;
 }

@@ -2,46 +2,59 @@
 // The controls set the parameters of the figures, whose specs select their own rows of the document.
 (async () => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const value = (id) => document.getElementById(id)?.value ?? "";
+  const element = (id) => document.getElementById(id);
+  const value = (id) => element(id)?.value ?? "";
   const choice = () => ({
     cls: Number(value("class")),
     head: value("head") || null,
     seed: value("seed") === "" ? null : Number(value("seed")),
     split: value("split") || data.splits[0],
-    measure: value("measure"),
     metric: value("metric"),
     curve: value("curve"),
-    first: Number(value("range")),
   });
   const heads = () => data.heads.filter((h) => value("head") === "" || h === value("head"));
+  const colours = specs.parameters.doc.colours;
+  const colour = (head) => colours[data.heads.indexOf(head)];
+  const known = (values) => values.filter((v) => v !== null && v !== undefined);
   const mean = (values) => {
-    const known = values.filter((v) => v !== null && v !== undefined);
-    return known.length ? known.reduce((a, b) => a + b, 0) / known.length : null;
+    const found = known(values);
+    return found.length ? found.reduce((a, b) => a + b, 0) / found.length : null;
+  };
+  const make = (tag, text, properties = {}) => Object.assign(document.createElement(tag), { textContent: text, ...properties });
+  const pick = (c) => {
+    const button = make("button", data.classes[c], { type: "button", className: "pick" });
+    button.dataset.class = c;
+    return button;
   };
 
+  // One row of a small table, which a phone shows with the name of the column above each cell.
+  function line(table, title, cells) {
+    const row = table.tBodies[0].insertRow(), head = make("th", "", { scope: "row", className: "name" });
+    head.append(...title);
+    row.append(head);
+    row.setAttribute("role", "row");
+    head.setAttribute("role", "rowheader");
+    cells.forEach((text, k) => {
+      const cell = row.insertCell();
+      cell.textContent = text;
+      cell.setAttribute("role", "cell");
+      cell.dataset.label = table.tHead.rows[0].cells[k + 1].textContent;
+    });
+  }
+
   function numbers() {
-    const { cls: c, seed, split } = choice();
-    document.getElementById("chosen").textContent = data.classes[c];
-    const body = document.querySelector("#numbers tbody");
-    body.replaceChildren();
-    const line = (name, cells) => {
-      const row = body.insertRow();
-      const head = document.createElement("th");
-      head.scope = "row";
-      head.className = "name";
-      head.textContent = name;
-      row.append(head);
-      for (const cell of cells) row.insertCell().textContent = show(cell);
-    };
+    const { cls: c, seed, split } = choice(), table = element("numbers");
+    for (const place of document.querySelectorAll("span.chosen")) place.textContent = data.classes[c];
+    table.tBodies[0].replaceChildren();
     for (const head of heads()) {
       const runs = data.geometry.filter((g) => g.head === head && g.split === split && (seed === null || g.seed === seed));
       if (!runs.length) continue;
-      const of = (pick) => mean(runs.map(pick));
-      line(head, [of((g) => g.own[c][0]), of((g) => g.own[c][1]), ...data.measures.map((m) => of((g) => g[m]?.[c]))]);
+      const of = (pick) => show(mean(runs.map(pick)));
+      line(table, [head], [of((g) => g.own[c][0]), of((g) => g.own[c][1]), ...data.measures.map((m) => of((g) => g[m]?.[c]))]);
       const taught = runs.filter((g) => g.learned);
       if (taught.length) {
-        const from = (pick) => mean(taught.map(pick));
-        line(`${head}, learned`, [
+        const from = (pick) => show(mean(taught.map(pick)));
+        line(table, [`${head}, learned`], [
           from((g) => g.learned[c][0]), from((g) => g.learned[c][1]),
           ...data.measures.map((m) => from((g) => g.learned_measures[m]?.[c])),
         ]);
@@ -49,42 +62,242 @@
     }
   }
 
+  // What the chosen class is taken for, and what is taken for it, by every head.
+  function confused() {
+    const table = element("confused");
+    if (!table) return;
+    const { cls } = choice(), most = 4, sums = new Map(), found = data.examples.confusion.heads;
+    table.tBodies[0].replaceChildren();
+    for (const head of data.heads) {
+      for (const [c, j, n] of found[head]?.wrong ?? []) {
+        if (c !== cls && j !== cls) continue;
+        const key = `${c} ${j}`, entry = sums.get(key) ?? { c, j, sum: 0, by: {} };
+        entry.by[head] = (100 * n) / found[head].images[c];
+        entry.sum += entry.by[head];
+        sums.set(key, entry);
+      }
+    }
+    for (const away of [true, false]) {
+      const chosen = [...sums.values()].filter((e) => (e.c === cls) === away).sort((a, b) => b.sum - a.sum).slice(0, most);
+      for (const { c, j, by } of chosen) {
+        const title = away ? ["taken for ", pick(j)] : [pick(c), ` taken for ${data.classes[cls]}`];
+        line(table, title, data.heads.map((h) => (by[h] ?? 0).toFixed(2)));
+      }
+    }
+    if (!sums.size) line(table, ["nothing"], data.heads.map(() => "–"));
+  }
+
+  // Every class: a dot for each head, and the numbers; sorted and filtered in place.
+  const order = { key: "", down: true, rows: [] };
+
+  function sortKeys() {
+    const shown = heads(), word = element("every") && data.heads[0];
+    return [
+      ...shown.slice(data.heads.length > 1 ? 0 : 1).filter((h) => h !== word).map((h) => [`change ${h}`, `change of ${h}`]),
+      ...shown.map((h) => [`value ${h}`, h]),
+      ["name", "name"], ["count", "images"], ["place", "order of the data"],
+      ...(specs.parameters.doc.confusable.length ? [["near", "confusable neighbours"]] : []),
+    ];
+  }
+
+  function everyClass() {
+    const table = element("every");
+    if (!table) return;
+    const { seed, split } = choice(), measure = value("measure"), shown = heads(), first = data.heads[0];
+    const by = {}, near = new Map(specs.parameters.doc.confusable.map((c, i) => [c, i]));
+    for (const head of new Set([first, ...shown])) {
+      const runs = data.geometry.filter((g) => g.head === head && g.split === split && (seed === null || g.seed === seed));
+      by[head] = data.classes.map((_, c) => {
+        const values = known(runs.map((g) => g[measure]?.[c])), middle = mean(values);
+        const sd = values.length > 1 ? Math.sqrt(values.reduce((a, v) => a + (v - middle) ** 2, 0) / (values.length - 1)) : null;
+        return { mean: middle, sd };
+      });
+    }
+    const all = shown.flatMap((h) => by[h]).filter((v) => v.mean !== null);
+    const ends = all.flatMap(({ mean: m, sd }) => [m - (sd ?? 0), m + (sd ?? 0)]);
+    let low = ends.reduce((a, b) => Math.min(a, b), Infinity), high = ends.reduce((a, b) => Math.max(a, b), -Infinity);
+    if (measure === "accuracy" || measure === "AP") [low, high] = [Math.max(low, 0), Math.min(high, 1)];
+    if (low > 0 && low < high / 2) low = 0;
+    const at = (v) => `${(100 * (Math.min(Math.max(v, low), high) - low)) / (high - low || 1)}%`;
+    const digits = high >= 100 ? 1 : high >= 10 ? 2 : high > 1 ? 3 : 4;
+    const fixed = (v, signed = "") => (v === null ? "–" : (v > 0 ? signed : "") + v.toFixed(digits).replace("-", "−"));
+    const changed = shown.filter((h) => h !== first), lane = 7, height = lane * shown.length + 7;
+
+    const keys = sortKeys();
+    if (!keys.some(([key]) => key === order.key)) Object.assign(order, { key: keys[0][0], down: true });
+    element("sort").replaceChildren(...keys.map(([key, text]) => new Option(text, key, false, key === order.key)));
+    const row = document.createElement("tr");
+    const column = (key, text, type = "") => {
+      const cell = make("th", "", { scope: "col", className: type }), button = make("button", text, { type: "button", className: "sort" });
+      button.dataset.sort = key;
+      cell.append(button);
+      row.append(cell);
+    };
+    column("name", "class", "name");
+    const axis = make("th", "", { scope: "col", className: "plot" }), span = make("div", "", { className: "ends" });
+    span.append(make("span", fixed(low)), make("span", specs.parameters.doc.titles[measure]), make("span", fixed(high)));
+    axis.append(span);
+    row.append(axis);
+    shown.forEach((h) => column(`value ${h}`, h, "wide"));
+    changed.forEach((h) => column(`change ${h}`, shown.length > 2 || !shown.includes(first) ? `${h} − ${first}` : "change", "wide"));
+    column("count", "images", "wide");
+    table.tHead.replaceChildren(row);
+
+    const count = data.geometry.find((g) => g.split === split)?.count ?? [];
+    const svg = "http://www.w3.org/2000/svg";
+    const shape = (name, attributes) => {
+      const made = document.createElementNS(svg, name);
+      for (const [k, v] of Object.entries(attributes)) made.setAttribute(k, v);
+      return made;
+    };
+    order.rows = data.classes.map((name, c) => {
+      const row = document.createElement("tr"), title = make("th", "", { scope: "row", className: "name" }), plot = make("td", "", { className: "plot" });
+      row.dataset.class = c;
+      title.append(pick(c));
+      const drawing = shape("svg", { height, "aria-hidden": "true" });
+      shown.forEach((h, k) => {
+        const { mean: m, sd } = by[h][c], y = lane * (k + 1), paint = colour(h);
+        if (m === null) return;
+        if (low === 0) drawing.append(shape("line", { x1: 0, x2: at(m), y1: y, y2: y, stroke: paint, "stroke-width": 4, opacity: 0.35 }));
+        if (sd) drawing.append(shape("line", { x1: at(m - sd), x2: at(m + sd), y1: y, y2: y, stroke: paint, "stroke-width": 1.2 }));
+        drawing.append(shape("circle", { cx: at(m), cy: y, r: 3, fill: paint }));
+      });
+      plot.append(drawing);
+      row.append(title, plot);
+      const sort = { name, place: c, count: count[c], near: near.get(c) ?? 0 };
+      for (const h of shown) {
+        row.append(make("td", fixed(by[h][c].mean), { className: "wide" }));
+        sort[`value ${h}`] = by[h][c].mean;
+      }
+      for (const h of changed) {
+        const [a, b] = [by[h][c].mean, by[first][c].mean], change = a === null || b === null ? null : a - b;
+        row.append(make("td", fixed(change, "+"), { className: "wide" }));
+        sort[`change ${h}`] = change;
+      }
+      row.append(make("td", (count[c] ?? "–").toLocaleString("en"), { className: "wide" }));
+      return { c, row, sort, name: name.toLowerCase() };
+    });
+    arrange();
+    mark();
+  }
+
+  function arrange() {
+    const { key, down, rows } = order, sign = down ? -1 : 1;
+    const size = (e) => (key.startsWith("change") ? Math.abs(e.sort[key]) : e.sort[key]);
+    const lacks = (e) => e.sort[key] === null || e.sort[key] === undefined;
+    const compare = (a, b) => {
+      if (lacks(a) || lacks(b)) return lacks(a) - lacks(b) || a.c - b.c;
+      return (key === "name" ? sign * a.sort.name.localeCompare(b.sort.name, "en", { numeric: true }) : sign * (size(a) - size(b))) || a.c - b.c;
+    };
+    const part = value("find").toLowerCase();
+    const shown = [...rows].sort(compare).filter((e) => e.name.includes(part));
+    element("every").tBodies[0].replaceChildren(...shown.map((e) => e.row));
+    element("sort").value = key;
+    for (const button of document.querySelectorAll("#every thead button")) {
+      button.parentElement.setAttribute("aria-sort", button.dataset.sort === key ? (down ? "descending" : "ascending") : "none");
+    }
+  }
+
+  function sortBy(key) {
+    order.down = key === order.key ? !order.down : key.startsWith("change") || key === "count";
+    order.key = key;
+    arrange();
+  }
+
+  // Marks the chosen class, and brings it into sight within its table.
+  let marked;
+  function mark() {
+    const row = order.rows[choice().cls]?.row, box = element("every-scroll");
+    marked?.classList.remove("chosen");
+    marked = row;
+    row?.classList.add("chosen");
+    if (!row?.isConnected) return;
+    const over = row.offsetTop - box.clientHeight / 2;
+    if (row.offsetTop < box.scrollTop + 40 || row.offsetTop + row.offsetHeight > box.scrollTop + box.clientHeight) box.scrollTop = over;
+  }
+
+  function filterTiles() {
+    const only = element("only")?.checked, c = value("class");
+    for (const tile of document.querySelectorAll(".tile")) tile.hidden = only && tile.dataset.of !== c;
+  }
+
+  // Figures
   const charts = [...document.querySelectorAll("[data-figure]")].map((container) => {
-    const name = container.dataset.figure, head = container.dataset.head;
-    return { name, head, container, key: head === undefined ? name : `${name}-${head}` };
+    const { figure: name, head, metric } = container.dataset, spec = specs.figures[name];
+    const uses = (parameter) => new RegExp(`\\b${parameter}\\b`).test(JSON.stringify(spec));
+    const fixed = { ...(head !== undefined && { panel: head }), ...(metric !== undefined && { metric }) };
+    const follows = Object.keys(choice()).filter((parameter) => !(parameter in fixed) && uses(parameter));
+    return { name, head, container, spec, fixed, follows, key: head === undefined ? name : `${name}-${head}` };
   });
 
-  const shown = specs.shown;
-  const barsHeight = () => Math.min(shown, data.classes.length - choice().first) * (11 * heads().length + 7) + 10;
+  // The points of one class are a small part of all.
+  function pointsOf(cls) {
+    return data.points.map((run) => {
+      const rows = [...run.c.keys()].filter((i) => run.c[i] === cls);
+      return { ...run, ...Object.fromEntries(["c", "own", "j", "x", "p"].map((k) => [k, rows.map((i) => run[k][i])])) };
+    });
+  }
+  const sources = { ...data, ...specs.sources };
+  const rowsOf = (name) => (name === "points" ? pointsOf(choice().cls) : sources[name].map((row) => ({ ...row })));
 
-  async function first({ name, head, key, container }) {
-    const spec = specs.figures[name], source = spec.data.name;
-    const rows = source === "heads" ? data.heads.map((h) => ({ head: h })) : data[source];
-    const params = Object.entries({ ...specs.parameters, ...choice(), panel: head }).map(([k, v]) => ({ name: k, value: v }));
-    const height = name === "bars" ? barsHeight() : spec.height;
-    await draw(key, container, { ...spec, height, params, datasets: { [source]: rows } });
+  async function first({ head, key, container, spec, fixed }) {
+    const name = spec.data.name, parameters = { ...specs.parameters, ...choice(), ...fixed };
+    const params = Object.entries(parameters).map(([k, v]) => ({ name: k, value: v }));
+    await draw(key, container, { ...spec, params, datasets: { [name]: rowsOf(name) } });
+    views[key].addEventListener("click", (_, item) => clicked(item?.datum));
   }
 
-  function update() {
-    for (const { name, head, key, container } of charts) {
-      if (head !== undefined) container.closest(".panel").hidden = !heads().includes(head);
-      for (const [parameter, chosen] of Object.entries(choice())) views[key].signal(parameter, chosen);
-      if (name === "bars") views[key].height(barsHeight());
-      views[key].resize().run();
+  // A click on a mark selects its class, a second click the other class that the mark is about.
+  function clicked(datum) {
+    const { cls } = choice(), others = known([datum?.c, datum?.j]).filter((c) => c >= 0 && c !== cls);
+    if (others.length) select(others[0]);
+  }
+
+  function select(c) {
+    if (String(c) === value("class")) return;
+    element("class").value = c;
+    update({ target: element("class") });
+  }
+
+  let before = choice();
+  function update({ target }) {
+    const now = choice(), changed = Object.keys(now).filter((k) => now[k] !== before[k]);
+    before = now;
+    for (const { name, head, key, container, follows } of charts) {
+      const panel = head === undefined ? null : container.closest(".panel");
+      const appears = panel?.hidden && heads().includes(head);
+      if (panel) panel.hidden = !heads().includes(head);
+      const mine = follows.filter((k) => changed.includes(k));
+      if (!mine.length && !appears) continue;
+      for (const parameter of mine) views[key].signal(parameter, now[parameter]);
+      if (name === "scatter" && mine.includes("cls")) views[key].data("points", pointsOf(now.cls));
+      (changed.includes("head") ? views[key].resize() : views[key]).run();
     }
+    if (!element("class")) return;
     numbers();
+    if (target.id === "class") {
+      confused();
+      mark();
+      filterTiles();
+    } else if (["measure", "split", "seed", "head"].includes(target.id)) everyClass();
   }
 
-  const ranges = document.getElementById("range");
-  if (ranges) {
-    for (let c = 0; c < data.classes.length; c += shown) {
-      const last = Math.min(c + shown, data.classes.length) - 1;
-      ranges.add(new Option(`${data.classes[c]} … ${data.classes[last]}`, c));
-    }
-    document.getElementById("range-label").hidden = data.classes.length <= shown;
-  }
   for (const chart of charts) await first(chart);
-  for (const control of document.querySelectorAll("#figures select")) control.addEventListener("change", update);
-  if (charts.length) numbers();
+  if (element("class")) {
+    numbers();
+    confused();
+    everyClass();
+  }
+  document.addEventListener("change", (event) => {
+    if (event.target.id === "sort") sortBy(event.target.value);
+    else if (event.target.id === "only") filterTiles();
+    else if (event.target.matches("select") && !event.target.closest("#playground")) update(event);
+  });
+  element("find")?.addEventListener("input", arrange);
+  document.addEventListener("click", ({ target }) => {
+    const sort = target.closest("[data-sort]"), chosen = target.closest("[data-class]");
+    if (sort) sortBy(sort.dataset.sort);
+    else if (chosen && element("class")) select(Number(chosen.dataset.class));
+  });
   document.documentElement.dataset.report = "ready";
 })();
