@@ -4,11 +4,11 @@ Everything but the thumbnails comes from the files of outputs.  The pictures are
 the report is made; where that cannot be read, or its labels are not those of the outputs, the page shows row numbers.
 
     examples   None, or: rows, unit ("image", "row"), runs, confusion, flips, labels, pictures, missing
-    confusion  order (classes, confusable ones are neighbours), heads: head -> images (of every
-               class, in all runs), right, wrong (class, predicted, count; the most frequent first); None for several
-               labels
-    flips      head -> runs (of the first head and of it), better, worse (examples that more, or fewer, of its runs get right), apart, apart_first (examples
-               on which a run of it and of the first head differ, and two runs of the first), tiles
+    confusion  order (classes, confusable ones are neighbours), heads: head -> images (of every class, in all runs),
+               right, wrong (class, predicted, count; the most frequent first); None for several labels
+    flips      head -> runs (of the first head, and of it), better, worse (examples that a larger, or smaller, part of
+               its runs gets right), apart, apart_first (examples on which a run of it and of the first head differ, and
+               two runs of the first), tiles
     labels     tiles: examples whose label nearly all runs contradict with high probability
     tile       row, c (label), first and second (fractions of wrong runs), as_first, as_second, p; -1 for no class
     pictures   row -> name, and src (a data URI) where there is an image

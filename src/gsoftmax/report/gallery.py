@@ -17,11 +17,9 @@ def view(doc: Mapping[str, Any]) -> dict[str, Any]:
     found = doc["examples"]
     flips = []
     for head, of in found["flips"].items():
-        tiles = {better: [t for t in of["tiles"] if (t["first"] > t["second"]) == better] for better in (True, False)}
-        gained, lost = (
-            [_tile(doc, t, dict(zip((doc["heads"][0], head), of["runs"], strict=True))) for t in tiles[better]]
-            for better in (True, False)
-        )
+        runs = dict(zip((doc["heads"][0], head), of["runs"], strict=True))
+        gained = [_tile(doc, tile, runs) for tile in of["tiles"] if tile["first"] > tile["second"]]
+        lost = [_tile(doc, tile, runs) for tile in of["tiles"] if tile["first"] < tile["second"]]
         told = {"head": head, "better": f"{of['better']:,}", "worse": f"{of['worse']:,}", "told": _told(doc, head, of)}
         flips.append({**told, "gained": gained, "lost": lost})
     return {"flips": flips, "labels": [_tile(doc, t, {}) for t in found["labels"]], "missing": found["missing"]}
