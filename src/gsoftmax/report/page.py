@@ -27,6 +27,7 @@ from .figures import vl_convert
 # What the page holds for each class, head, seed and split is about 300 bytes.
 _MOST_ROWS = 5_000
 _MOST_CLASSES = 2_000
+_MOST_EXACT = 200  # classes whose numbers have all digits
 _MOST_TABLE_ROWS = 200  # of a table on the page
 _MOST_CONFUSIONS = 20
 
@@ -101,10 +102,11 @@ def playground() -> str:
 def trim(doc: Document) -> Document:
     """The same with as many classes and seeds as fit into a few megabytes, and notes on the rest."""
     small = {**doc, "notes": list(doc["notes"])}
-    rows = doc["geometry"]
-    if len(doc["classes"]) > _MOST_CLASSES:
+    rows, parts = doc["geometry"], len(doc["heads"]) * len(doc["splits"])
+    most = min(_MOST_CLASSES, max(1, 3 * _MOST_ROWS // parts))
+    if len(doc["classes"]) > most:
         count = rows[0]["count"]
-        keep = sorted(sorted(range(len(count)), key=lambda c: -count[c])[:_MOST_CLASSES])
+        keep = sorted(sorted(range(len(count)), key=lambda c: -count[c])[:most])
         place = {c: i for i, c in enumerate(keep)}
         small["classes"] = [doc["classes"][c] for c in keep]
         small["geometry"] = rows = [some_classes(row, keep) for row in rows]
@@ -113,10 +115,12 @@ def trim(doc: Document) -> Document:
         small["examples"] = some_examples(doc["examples"], place)
         small["correlations"] = None
         small["notes"].append(
-            f"this page shows the {_MOST_CLASSES:,} classes with the most images of {len(doc['classes']):,}; tables "
+            f"this page shows the {most:,} classes with the most images of {len(doc['classes']):,}; tables "
             "written beside it have all"
         )
-    seeds, each = list(doc["seeds"]), max(1, len(small["classes"]) * len(doc["heads"]) * len(doc["splits"]))
+    if len(small["classes"]) > _MOST_EXACT:
+        small["geometry"] = [_rounded(row) for row in small["geometry"]]
+    seeds, each = list(doc["seeds"]), max(1, len(small["classes"]) * parts)
     kept = seeds[: max(1, _MOST_ROWS // each)]
     if len(kept) < len(seeds):
         for key in ("geometry", "points"):
@@ -124,6 +128,15 @@ def trim(doc: Document) -> Document:
         told = ", ".join(map(str, kept))
         small["notes"].append(f"the figures by class show seeds {told} of {len(seeds)}; tables and tests use all")
     return small
+
+
+def _rounded(value: Any) -> Any:
+    """The same with five significant digits."""
+    if isinstance(value, dict):
+        return {key: _rounded(v) for key, v in value.items()}
+    if isinstance(value, list):
+        return [_rounded(v) for v in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def _sure(table: Table, row: int) -> bool:

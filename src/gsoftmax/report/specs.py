@@ -208,7 +208,7 @@ def gaussians(cls: str = "cls") -> Spec:
             {"flatten": ["u"]},
             _calc(x="datum.mean + datum.sigma * datum.u", density="densityNormal(datum.x, datum.mean, datum.sigma)"),
         ),
-        _layer({"type": "area", "opacity": 0.12, "line": False}, encoding, "datum.key === 'one'"),
+        _layer({"type": "area", "opacity": 0.06, "line": False}, encoding, "datum.key === 'one'"),
         _layer({"type": "line"}, {**encoding, **line}),
     )
 
@@ -247,8 +247,8 @@ def learned(panel: str = "head", chosen: str = "cls") -> Spec:
     kinds = {"learned": "circle", "its own images": "triangle-up"}
     shapes = {"domain": list(kinds), "range": list(kinds.values())}
     x, y = (
-        _q("mean", "μ, or mean of x", scale={"zero": False}, axis=_FEW),
-        _q("sigma", "σ, or deviation of x", scale={"zero": False}),
+        _q("mean", "μ, or mean of x", scale={"zero": False, "padding": 10}, axis=_FEW),
+        _q("sigma", "σ, or deviation of x", scale={"zero": False, "padding": 10}),
     )
     colour = {**_COLOUR, "legend": None}
     points = {

@@ -87,8 +87,8 @@
     if (!sums.size) line(table, ["nothing"], data.heads.map(() => "–"));
   }
 
-  // Every class: a dot for each head, and the numbers; sorted and filtered in place.
-  const order = { key: "", down: true, rows: [] };
+  // Every class: a dot for each head, and the numbers.  Only the rows near those in sight are in the table.
+  const order = { key: "", down: true, rows: [], shown: [], height: 0, from: -1 };
 
   function sortKeys() {
     const shown = heads(), word = element("every") && data.heads[0];
@@ -150,10 +150,11 @@
       for (const [k, v] of Object.entries(attributes)) made.setAttribute(k, v);
       return made;
     };
-    order.rows = data.classes.map((name, c) => {
+    const build = (c) => {
       const row = document.createElement("tr"), title = make("th", "", { scope: "row", className: "name" }), plot = make("td", "", { className: "plot" });
       row.dataset.class = c;
       title.append(pick(c));
+      title.title = data.classes[c];
       const drawing = shape("svg", { height, "aria-hidden": "true" });
       shown.forEach((h, k) => {
         const { mean: m, sd } = by[h][c], y = lane * (k + 1), paint = colour(h);
@@ -164,21 +165,22 @@
       });
       plot.append(drawing);
       row.append(title, plot);
-      const sort = { name, place: c, count: count[c], near: near.get(c) ?? 0 };
-      for (const h of shown) {
-        row.append(make("td", fixed(by[h][c].mean), { className: "wide" }));
-        sort[`value ${h}`] = by[h][c].mean;
-      }
-      for (const h of changed) {
-        const [a, b] = [by[h][c].mean, by[first][c].mean], change = a === null || b === null ? null : a - b;
-        row.append(make("td", fixed(change, "+"), { className: "wide" }));
-        sort[`change ${h}`] = change;
-      }
+      row.style.height = `${order.height}px`;
+      for (const h of shown) row.append(make("td", fixed(by[h][c].mean), { className: "wide" }));
+      for (const h of changed) row.append(make("td", fixed(changeOf(h, c), "+"), { className: "wide" }));
       row.append(make("td", (count[c] ?? "–").toLocaleString("en"), { className: "wide" }));
-      return { c, row, sort, name: name.toLowerCase() };
+      return row;
+    };
+    const changeOf = (h, c) => (by[h][c].mean === null || by[first][c].mean === null ? null : by[h][c].mean - by[first][c].mean);
+    order.height = Math.max(height, 26) + 1;
+    order.rows = data.classes.map((name, c) => {
+      const sort = { name, place: c, count: count[c], near: near.get(c) ?? 0 };
+      for (const h of shown) sort[`value ${h}`] = by[h][c].mean;
+      for (const h of changed) sort[`change ${h}`] = changeOf(h, c);
+      let row;
+      return { c, sort, name: name.toLowerCase(), row: () => (row ??= build(c)) };
     });
     arrange();
-    mark();
   }
 
   function arrange() {
@@ -190,8 +192,9 @@
       return (key === "name" ? sign * a.sort.name.localeCompare(b.sort.name, "en", { numeric: true }) : sign * (size(a) - size(b))) || a.c - b.c;
     };
     const part = value("find").toLowerCase();
-    const shown = [...rows].sort(compare).filter((e) => e.name.includes(part));
-    element("every").tBodies[0].replaceChildren(...shown.map((e) => e.row));
+    order.shown = [...rows].sort(compare).filter((e) => e.name.includes(part));
+    order.from = -1;
+    reveal();
     element("sort").value = key;
     for (const button of document.querySelectorAll("#every thead button")) {
       button.parentElement.setAttribute("aria-sort", button.dataset.sort === key ? (down ? "descending" : "ascending") : "none");
@@ -204,16 +207,37 @@
     arrange();
   }
 
-  // Marks the chosen class, and brings it into sight within its table.
-  let marked;
-  function mark() {
-    const row = order.rows[choice().cls]?.row, box = element("every-scroll");
-    marked?.classList.remove("chosen");
-    marked = row;
-    row?.classList.add("chosen");
-    if (!row?.isConnected) return;
-    const over = row.offsetTop - box.clientHeight / 2;
-    if (row.offsetTop < box.scrollTop + 40 || row.offsetTop + row.offsetHeight > box.scrollTop + box.clientHeight) box.scrollTop = over;
+  // Puts the rows near those in sight into the table, between two empty rows as high as the rest.
+  function lay() {
+    const { shown, height } = order, box = element("every-scroll"), beyond = 20;
+    const from = Math.max(0, beyond * Math.floor(box.scrollTop / height / beyond) - beyond);
+    if (from === order.from) return;
+    order.from = from;
+    const to = Math.min(shown.length, from + Math.ceil(box.clientHeight / height) + 3 * beyond), { cls } = choice();
+    const focused = document.activeElement?.closest("#every tbody") && document.activeElement.dataset.class;
+    const space = (rows) => {
+      const row = document.createElement("tr");
+      row.style.height = `${rows * height}px`;
+      row.setAttribute("aria-hidden", "true");
+      return row;
+    };
+    const rows = shown.slice(from, to).map((e) => e.row());
+    for (const row of rows) row.classList.toggle("chosen", Number(row.dataset.class) === cls);
+    element("every").tBodies[0].replaceChildren(
+      ...(from ? [space(from)] : []), ...rows, ...(to < shown.length ? [space(shown.length - to)] : []));
+    if (focused) order.rows[focused].row().querySelector("button").focus({ preventScroll: true });
+  }
+
+  // Brings the chosen class into sight within its table.
+  function reveal() {
+    const box = element("every-scroll"), { cls } = choice(), head = 40;
+    const top = order.height * order.shown.findIndex((e) => e.c === cls);
+    if (top >= 0 && (top < box.scrollTop || top + order.height + head > box.scrollTop + box.clientHeight)) {
+      lay(); // as high as all rows, or there is nothing to scroll
+      box.scrollTop = top - box.clientHeight / 2;
+    }
+    order.from = -1;
+    lay();
   }
 
   function filterTiles() {
@@ -277,7 +301,7 @@
     numbers();
     if (target.id === "class") {
       confused();
-      mark();
+      reveal();
       filterTiles();
     } else if (["measure", "split", "seed", "head"].includes(target.id)) everyClass();
   }
@@ -294,6 +318,7 @@
     else if (event.target.matches("select") && !event.target.closest("#playground")) update(event);
   });
   element("find")?.addEventListener("input", arrange);
+  element("every-scroll")?.addEventListener("scroll", lay);
   document.addEventListener("click", ({ target }) => {
     const sort = target.closest("[data-sort]"), chosen = target.closest("[data-class]");
     if (sort) sortBy(sort.dataset.sort);
