@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import csv
 import io
 import json
 import re
+import shutil
 import xml.etree.ElementTree as ET
 from dataclasses import asdict
 from pathlib import Path
@@ -18,12 +20,12 @@ import vl_convert
 from safetensors.torch import load_file, save_file
 from scipy.special import expit, softmax
 
-from gsoftmax import evaluation, files, geometry, report, runs
+from gsoftmax import build, evaluation, files, geometry, report, runs
 from gsoftmax.config import Config, parse_head
 from gsoftmax.functional import gsoftmax
-from gsoftmax.report import figures, page, pictures, tables
+from gsoftmax.report import examples, figures, page, pictures, tables, words
 from gsoftmax.report.colours import colours
-from gsoftmax.summary import summarise
+from gsoftmax.summary import summarise, summary_of
 from gsoftmax.tables import Table
 
 ROOT = Path(__file__).parents[1]
@@ -197,11 +199,16 @@ def test_names_are_text_wherever_they_stand(single):
     assert embedded(single)["classes"][0] == EVIL
 
 
-def test_the_page_opens_with_the_verdict_and_is_a_few_megabytes(single):
+def test_the_page_opens_with_plain_findings_and_is_a_few_megabytes(single):
     text = single.read_text("utf-8")
-    assert text.index("lsoftmax against softmax, 3 seeds: error") < text.index("<h2>Summary")
+    doc = embedded(single)
+    changes = np.subtract(*(doc["metrics"]["error"][h]["values"] for h in ("gsoftmax", "softmax")))
+    ends = scipy.stats.t.interval(0.95, 2, changes.mean(), scipy.stats.sem(changes))
+    shown = [f"{v:+.2f}".replace("-", "−") for v in (changes.mean(), *ends)]
+    said = "error {} points, between {} and {}".format(*shown)
+    assert said in text and text.index(said) < text.index('data-figure="forest"') < text.index('<form class="bar"')
     assert single.stat().st_size < 2e6
-    assert not re.search(r"(?:src|href)\s*=\s*[\"'](?!#)", text.split('<script type="application/json"')[0])
+    assert not re.search(r"(?:src|href)\s*=\s*[\"'](?!#|data:image/)", text.split('<script type="application/json"')[0])
 
 
 def test_a_page_of_many_classes_stays_small_and_says_what_it_leaves_out(tmp_path, monkeypatch):
@@ -217,6 +224,15 @@ def test_a_page_of_many_classes_stays_small_and_says_what_it_leaves_out(tmp_path
     assert all(len(g["ratio"]) == 7 == len(g["own"]) for g in doc["geometry"])
     assert any("7 classes with the most images of 12" in n for n in doc["notes"])
     assert any("seeds 0 of 3" in n for n in doc["notes"])
+    wrong = doc["examples"]["confusion"]["heads"]["lsoftmax"]["wrong"]
+    shown = {(doc["classes"][c], doc["classes"][j]): n for c, j, n in wrong}
+    expected = {}
+    for seed in range(3):
+        o = fake_outputs("lsoftmax", seed, n=300, classes=12)
+        for c, j in zip(o["y"].tolist(), o["p"].argmax(1).tolist(), strict=True):
+            if c != j and c in kept and j in kept:
+                expected[names[c], names[j]] = expected.get((names[c], names[j]), 0) + 1
+    assert shown == expected
     run = doc["points"][0]
     x = fake_outputs("softmax", 0, n=300, classes=12)["x"].numpy()
     own = [i for i, o in enumerate(run["own"]) if o]
@@ -278,6 +294,215 @@ def test_a_comparison_whose_runs_are_gone_still_has_its_tables(single, tmp_path)
     summary = json.loads((single.parent / "summary.json").read_text())
     doc = embedded(report.write_page(summary, tmp_path, "t"))
     assert doc["notes"] == ["9 of 9 runs have no outputs: they are not in the figures"] and doc["geometry"] == []
+
+
+# -------------------------------------------------------------------------------------------------------- findings
+
+
+def summary_with(values, keys=("error", "compactness", "separability", "ratio")):
+    """The document of two heads whose runs have these values for every measure; no runs are on the disk."""
+    results = {head: [{key: v for key in keys} | {"seconds": 1.0} for v in row] for head, row in values.items()}
+    return report.from_comparison(summary_of(results, range(len(values["softmax"]))), "nowhere", "t")
+
+
+@pytest.mark.parametrize(
+    "second, verdict, begins",
+    [
+        ([0.010, 0.012, 0.009, 0.0105], "better", "It helps: error −8.96 points, between −9."),
+        ([0.190, 0.192, 0.189, 0.1905], "worse", "It hurts: error +9.04 points, between +8."),
+        ([0.101, 0.098, 0.103, 0.099], "open", "No evidence that it helps: error +0."),
+    ],
+)
+def test_findings_are_plain_sentences(second, verdict, begins):
+    doc = summary_with({"softmax": [0.1, 0.101, 0.099, 0.1], "gsoftmax": second})
+    (found,) = words.findings(doc)
+    assert (found.head, found.verdict) == ("gsoftmax", verdict) and found.sentence.startswith(begins)
+    assert words.no_verdict(doc) == ""
+
+
+def test_a_finding_says_how_many_seeds_would_be_needed():
+    values = {"softmax": [0.1, 0.101, 0.099, 0.1], "gsoftmax": [0.101, 0.098, 0.11, 0.099]}
+    (found,) = words.findings(summary_with(values))
+    sd = np.std(100 * np.subtract(values["gsoftmax"], values["softmax"]), ddof=1)
+    powers = ((n, scipy.stats.nct.sf(scipy.stats.t.ppf(0.975, n - 1), n - 1, 0.5 / sd * n**0.5)) for n in range(5, 99))
+    needed = next(n for n, power in powers if power >= 0.8)
+    assert f": {needed} would show a true difference of 0.5 points" in found.more
+
+
+def test_one_seed_has_no_verdict_and_the_page_says_why(tmp_path):
+    doc = summary_with({"softmax": [0.1], "gsoftmax": [0.12]})
+    (found,) = words.findings(doc)
+    assert (
+        found.verdict == "none" and found.sentence == "Error +2.00 points with one seed each: no evidence either way."
+    )
+    assert "10 seeds show a true difference of 0.5 points" in words.no_verdict(doc)  # Cohen's d = 1: 9.94
+    assert "34 seeds" in words.no_verdict(doc)  # d = 1/2: 33.4
+    assert "One seed gives no verdict" in report.write(doc, tmp_path)[0].read_text("utf-8")
+
+
+def test_an_incomplete_comparison_says_so(single, tmp_path):
+    summary = json.loads((single.parent / "summary.json").read_text())
+    text = report.write_page(summary | {"incomplete": "4 of 9 runs <missing>"}, tmp_path, "t").read_text("utf-8")
+    assert "This comparison is incomplete: 4 of 9 runs &lt;missing&gt;" in text
+    assert "incomplete:" not in single.read_text("utf-8")
+
+
+def test_numbers_of_a_row_have_the_same_decimals(single):
+    for table in tables.of_document(embedded(single))[:3]:
+        for row in table.cells():
+            cells = [cell for cell in row[1:4] if cell not in ("–", "∞")]
+            assert len({len(number.split(".")[1]) for cell in cells for number in cell.split(" ± ")}) <= 1, row
+
+
+# -------------------------------------------------------------------------------------------------------- examples
+
+
+def test_confusions_are_scikit_learns(single):
+    from sklearn.metrics import confusion_matrix
+
+    found = embedded(single)["examples"]["confusion"]
+    assert sorted(found["order"]) == list(range(5))
+    for head in HEADS:
+        outputs = [fake_outputs(head, seed) for seed in range(3)]
+        expected = sum(confusion_matrix(o["y"], o["p"].argmax(1)) for o in outputs)
+        of = found["heads"][head]
+        assert of["images"] == expected.sum(1).tolist() and of["right"] == expected.diagonal().tolist()
+        shown = np.diag(of["right"])
+        for c, j, n in of["wrong"]:
+            shown[c, j] = n
+        assert (shown == expected).all() and [n for *_, n in of["wrong"]] == sorted((n for *_, n in of["wrong"]))[::-1]
+    (table,) = (t for t in tables.of_document(embedded(single)) if t.title == "Most frequent confusions")
+    c, j = (NAMES.index(name) for name in table.rows[0][:2])
+    assert table.rows[0][4].value == pytest.approx(100 * expected[c, j] / expected[c].sum())
+
+
+def test_confusable_classes_are_neighbours():
+    group = np.random.default_rng(0).permutation(np.repeat(np.arange(6), 5))
+    noise = np.random.default_rng(1).random((30, 30))
+    order = examples.confusable_order((group[:, None] == group) + 0.5 * noise)
+    assert sorted(order) == list(range(30)) and (np.diff(group[order]) != 0).sum() == 5  # every group in one piece
+
+
+def test_flips_are_those_of_a_count_by_hand(single):
+    all_flips = report.from_runs([single.parent])["examples"]["flips"]
+    wrong = {
+        h: np.stack([(o["p"].argmax(1) != o["y"]).numpy() for o in (fake_outputs(h, s) for s in range(3))])
+        for h in HEADS
+    }
+    for head in HEADS[1:]:
+        found, gain = all_flips[head], wrong["softmax"].mean(0) - wrong[head].mean(0)
+        assert (found["better"], found["worse"]) == ((gain > 0).sum(), (gain < 0).sum())
+        every = [(a != b).sum() for a in wrong["softmax"] for b in wrong[head]]
+        assert found["apart"] == pytest.approx(np.mean(every))
+        three = [(wrong["softmax"][a] != wrong["softmax"][b]).sum() for a, b in ((0, 1), (0, 2), (1, 2))]
+        assert found["apart_first"] == pytest.approx(np.mean(three))
+        gained = [tile for tile in found["tiles"] if tile["first"] > tile["second"]]
+        most = sorted(gain)[::-1][: len(gained)]
+        assert len(gained) == 12 and [gain[tile["row"]] for tile in gained] == pytest.approx(most)
+        for tile in found["tiles"]:
+            y = fake_outputs(head, 0)["y"]
+            answers = [int(fake_outputs(head, s)["p"][tile["row"]].argmax()) for s in range(3)]
+            wrongs = [a for a in answers if a != y[tile["row"]]]
+            assert tile["c"] == y[tile["row"]] and tile["second"] == pytest.approx(len(wrongs) / 3)
+            assert tile["as_second"] in wrongs if wrongs else tile["as_second"] == -1
+
+
+def planted(folder, mistakes, **options):
+    """Runs of good models whose labels are wrong in some rows."""
+    for head in ("softmax", "gsoftmax"):
+        for seed in range(2):
+            run = folder / head / f"seed-{seed}"
+            fake_run(run, head, seed, **options)
+            found = load_file(run / "outputs.safetensors")
+            y = found["y"].clone()
+            truth = (y[mistakes] + 2) % 5 if y.ndim == 1 else y
+            if y.ndim == 1:
+                x = torch.randn(len(y), 5) + 12 * torch.nn.functional.one_hot(y, 5)
+                x[mistakes] = 12.0 * torch.nn.functional.one_hot(truth, 5)
+                found |= {"x": x, "p": x.double().softmax(1)}
+            else:
+                p = torch.where(y == 1, 0.99, 0.01).double()
+                p[mistakes, 3] = 1 - p[mistakes, 3]
+                found["p"] = p
+            save_file(found, run / "outputs.safetensors")
+    return report.write_page(summarise(folder, ["softmax", "gsoftmax"], range(2)), folder, "t")
+
+
+def test_wrong_labels_are_found(tmp_path):
+    mistakes = torch.tensor([7, 50, 121])
+    path = planted(tmp_path, mistakes)
+    doc, y = report.from_runs([tmp_path]), fake_outputs("softmax", 0)["y"]
+    tiles = doc["examples"]["labels"]
+    assert sorted(tile["row"] for tile in tiles) == mistakes.tolist()
+    assert all(tile["as_second"] == (y[tile["row"]] + 2) % 5 and tile["p"] > 0.99 for tile in tiles)
+    text = path.read_text("utf-8")
+    assert text.count('<figure class="tile"') == 3 and "100 % of runs: " in text and "test row 50" in text
+
+
+def test_wrong_labels_of_several_are_found(tmp_path):
+    path = planted(tmp_path, torch.tensor([7, 50]), multilabel=True)
+    tiles = report.from_runs([tmp_path])["examples"]["labels"]
+    y = fake_outputs("softmax", 0, multilabel=True)["y"]
+    assert {(tile["row"], tile["c"]) for tile in tiles} == {(7, 3), (50, 3)}
+    assert all(tile["has"] == bool(y[tile["row"], 3]) for tile in tiles)
+    assert "100 % of runs: " + ("absent" if y[7, 3] else "present") in path.read_text("utf-8")
+
+
+def photos(root, size):
+    """Six images of two classes, and run folders whose outputs are of them."""
+    from PIL import Image
+
+    for part in ("train", "test"):
+        for c in ("ash", "oak<b>"):
+            (root / "photos" / part / c).mkdir(parents=True)
+            for i in range(3):
+                pixels = np.random.default_rng([i, len(c)]).integers(0, 255, (*size, 3)).astype(np.uint8)
+                Image.fromarray(pixels).save(root / "photos" / part / c / f"{i}.png")
+    y = torch.tensor([0, 0, 0, 1, 1, 1])
+    for head in ("softmax", "gsoftmax"):
+        run = root / "runs" / head
+        fake_run(run, head, 0, names=["ash", "oak<b>"])
+        x = torch.nn.functional.one_hot(1 - y if head == "softmax" else y, 2).float() * 9  # one is always wrong
+        save_file({"x": x, "p": x.double().softmax(1), "y": y}, run / "outputs.safetensors")
+        config = Config(data=f"folder:{root / 'photos'}", head=head)
+        (run / "config.json").write_text(json.dumps(asdict(config)))
+    return [root / "runs" / head for head in ("softmax", "gsoftmax")]
+
+
+@pytest.mark.parametrize("size, kind", [((20, 30), "png"), ((150, 400), "jpeg")])
+def test_examples_have_pictures_while_the_data_is_there(tmp_path, size, kind):
+    from PIL import Image
+
+    runs_ = photos(tmp_path, size)
+    found = report.from_runs(runs_)["examples"]
+    assert found["missing"] == "" and found["unit"] == "image" and set(found["pictures"]) == set("012345")
+    begin = f"data:image/{kind};base64,"
+    assert all(p["src"].startswith(begin) for p in found["pictures"].values())
+    picture = Image.open(io.BytesIO(base64.b64decode(found["pictures"]["4"]["src"].removeprefix(begin))))
+    if kind == "png":  # every pixel
+        expected = np.random.default_rng([1, 6]).integers(0, 255, (*size, 3))
+        assert (np.asarray(picture) == expected).all()
+    else:
+        assert picture.size == (112, 42)
+        assert found["pictures"]["4"]["name"] == "oak<b>/1.png"
+    text = report.write(report.from_runs(runs_), tmp_path / "out")[0].read_text("utf-8")
+    assert text.count('<img src="data:image') == 6 and "oak<b>" not in text.replace("oak&lt;b&gt;", "")
+    shutil.rmtree(tmp_path / "photos")  # as on another machine
+    build.read_cached.cache_clear()
+    build.load_cached.cache_clear()
+    doc = report.from_runs(runs_)
+    assert doc["examples"]["pictures"] == {} and "photos" in doc["examples"]["missing"]
+    text = report.write(doc, tmp_path / "out")[0].read_text("utf-8")
+    assert "<img src=\"data:" not in text and "The images are not shown: " in text and "test row 4" in text
+
+
+def test_pictures_are_few_and_small(tmp_path, monkeypatch):
+    monkeypatch.setattr(examples, "MOST_PICTURES", 28)  # of which 24 are for labels
+    runs_ = photos(tmp_path, (20, 30))
+    pictures = report.from_runs(runs_)["examples"]["pictures"]
+    assert len(pictures) == 2
+    monkeypatch.setattr(examples, "_MOST_BYTES", 1)
+    assert sum("src" in p for p in report.from_runs(runs_)["examples"]["pictures"].values()) == 1
 
 
 # ------------------------------------------------------------------------------------------------- anybody's outputs
@@ -405,8 +630,8 @@ def test_figures_show_the_document(kind, request):
     doc = embedded(request.getfixturevalue(kind))
     drawn = figures.figures(doc, c=1)
     expected = {"x-against-p", "gaussians", "learned", "averages", "curves", "seeds", "calibration"}
-    views = {"features"} if kind == "single" else set()
-    assert set(drawn) == expected | views | {"classes-test", "classes-train"}
+    more = {"forest", "classes-test", "classes-train"} | ({"confusion", "features"} if kind == "single" else set())
+    assert set(drawn) == expected | more
     paint = [c.lower() for c in colours(doc["heads"]).values()]
     bars = marks(drawn["averages"], "rect")[0]  # compactness
     assert [b["fill"].lower() for b in bars] == paint

@@ -15,7 +15,7 @@ from ..tables import Table
 from . import figures as figure_room
 from . import page
 from .data import Document, from_analyses, from_comparison, from_runs
-from .examples import examples
+from .examples import read_examples
 from .paper import paper_tables
 from .tables import of_document, summary_by_seed
 
@@ -55,7 +55,7 @@ def from_outputs(
     """
     files = [Path(outputs), *map(Path, against)]
     doc = from_analyses(*compare_models(files, resamples=resamples), title=title)
-    doc["examples"] = examples({(head, 0): path for head, path in zip(doc["heads"], files, strict=True)})
+    doc["examples"] = read_examples({(head, 0): path for head, path in zip(doc["heads"], files, strict=True)})
     return doc
 
 

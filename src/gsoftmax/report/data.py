@@ -4,6 +4,7 @@ Tables, figures and the page read nothing else, so they work the same from a com
 files of outputs, and from a document that was saved.  nan and inf are None.
 
     title, kind ("compare" or "analyze"), verdicts, notes, multilabel, classes, heads, seeds, splits, measures
+    incomplete     a sentence about runs of the comparison that are missing, or nothing
     metrics        metric -> head -> values (one per seed), mean, sd, low, high (interval of the mean), paired
     geometry       one entry per (head, seed, split): the measures of every class, count, own, other, overall, learned,
                    learned_measures, nearest; MEASURE_low and MEASURE_high where there are intervals; none of a model
@@ -48,7 +49,7 @@ from ..runs import environment, folder_name, read_config, read_environment, read
 from ..summary import correct, summary_of, verdicts
 from ..tables import p_value, plain, signed
 from . import features
-from .examples import examples
+from .examples import read_examples
 
 Document = dict[str, Any]
 
@@ -153,7 +154,7 @@ def _from_runs(
 ) -> Document:
     heads, seeds = list(summary["heads"]), list(summary["seeds"])
     doc = blank(title, "compare", heads, seeds, bool(summary["multilabel"]))
-    doc["verdicts"] = verdicts(dict(summary))
+    doc["verdicts"], doc["incomplete"] = verdicts(dict(summary)), str(summary.get("incomplete") or "")
     doc["metrics"] = with_intervals(summary["metrics"])
     if summary.get("tuning"):
         doc["tuning"], doc["trials"] = summary["tuning"], _trials(summary["tuning"])
@@ -176,8 +177,9 @@ def _from_runs(
             first, second = map(_over_seeds, runs)
             doc["over_classes"][head] = _json({m: significance.paired(first[m], second[m]) for m in first})
     correct([test for tests in doc["over_classes"].values() for test in tests.values()])
+    doc["over_classes"] = _json(doc["over_classes"])  # a test without a p has no corrected one
     doc["correlations"] = _correlations(found)
-    doc["examples"] = examples(ready, data_root)
+    doc["examples"] = read_examples(ready, data_root)
     _add_origin(doc, list(ready.values()))
     return doc
 
@@ -259,6 +261,7 @@ def from_analyses(
         doc["over_images"][a.name] = {"paired": tests, "mcnemar": _json(found.mcnemar)}
     correct([test for of in doc["over_classes"].values() for test in of.values()])
     correct([test for of in doc["over_images"].values() for test in of["paired"].values()])
+    doc["over_classes"], doc["over_images"] = _json(doc["over_classes"]), _json(doc["over_images"])
     doc["verdicts"] = [_against(first, a, doc) for a in analyses[1:]] or [_alone(first)]
     doc["environment"] = _json({k: v for k, v in environment().items() if k not in ("command", "gpu", "threads")})
     doc["commands"] = [command_line()]
@@ -326,6 +329,7 @@ def blank(title: str, kind: str, heads: Sequence[str], seeds: Sequence[int], mul
         **{key: [] for key in lists},
         **{key: {} for key in ("metrics", "over_classes", "over_images", "config", "environment", "tuning")},
         **{"title": title, "kind": kind, "multilabel": multilabel, "heads": list(heads), "seeds": list(seeds)},
+        "incomplete": "",
         "splits": ["test"],
         "measures": [*geometry.MEASURES, "AP" if multilabel else "accuracy"],
         "correlations": None,

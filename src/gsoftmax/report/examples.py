@@ -58,7 +58,7 @@ class _Run(NamedTuple):
     soft: np.ndarray | None  # (C, C) sums of p over the images of a class, for few classes
 
 
-def examples(runs: Runs, data_root: str | None = None) -> dict[str, Any] | None:
+def read_examples(runs: Runs, data_root: str | None = None) -> dict[str, Any] | None:
     """The examples of a document; None where there is nothing to read, or too much.
 
     runs: run folders or files of outputs by (head, seed), those of the first head first

@@ -56,7 +56,6 @@ def render(doc: Document) -> str:
         word="head" if doc["kind"] == "compare" else "model",
         colours=paint,
         about=words.about(doc),
-        incomplete=words.incomplete(doc),
         findings=found,
         no_verdict=words.no_verdict(doc),
         has_forest=doc["kind"] == "compare" and bool(found),

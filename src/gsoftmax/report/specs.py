@@ -109,7 +109,7 @@ def sources(doc: Mapping[str, Any]) -> dict[str, Any]:
 def forest(metric: str = "metric") -> Spec:
     """The difference of every head from the first: rings for the seeds, the mean, and its 95 % interval."""
     title = {"expr": f"'difference from ' + doc.heads[0] + ': ' + doc.titles[{metric}]"}
-    return _differences(metric, "x", title, {**_HEADS, "title": None})
+    return _differences(metric, "x", title, {**_HEADS, "title": None, "axis": {"labelLimit": 170}})
 
 
 def differences(metric: str = "metric") -> Spec:

@@ -48,15 +48,6 @@ def about(doc: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def incomplete(doc: Mapping[str, Any]) -> str:
-    """That runs of the comparison are missing; nothing where none is.
-
-    doc: see `report.data`
-    """
-    missing = doc.get("missing") or 0
-    return f"This comparison is incomplete: {missing} planned run{'s' * (missing > 1)} missing." if missing else ""
-
-
 def points(value: float) -> str:
     """A difference in points, with a sign.
 
@@ -109,7 +100,8 @@ def _of_seeds(doc: Mapping[str, Any], head: str) -> Finding:
 
 def _of_images(doc: Mapping[str, Any], head: str) -> Finding:
     measure = measures.find("hamming" if doc["multilabel"] else "error")
-    test, exact = doc["over_images"]["paired"]["error"], doc["over_images"]["mcnemar"]
+    found = doc["over_images"].get(head, doc["over_images"])
+    test, exact = found["paired"]["error"], found["mcnemar"]
     p = test["p"] if exact is None else exact["p"]
     verdict = _verdict(test["difference"], math.nan if p is None else p, measure)
     change = _change(measure, *(None if test[k] is None else 100 * test[k] for k in ("difference", "low", "high")))
@@ -148,7 +140,9 @@ def _geometry(doc: Mapping[str, Any], head: str) -> str:
     """The measures of class geometry that change for certain."""
     told = []
     for key in ("compactness", "separability", "ratio"):
-        row = doc["metrics"][key]
+        row = doc["metrics"].get(key, {})
+        if "paired" not in row.get(head, {}):
+            continue
         test, base = row[head]["paired"], row[doc["heads"][0]]["mean"]
         p = test.get("p_holm", test["p"])
         if p is not None and p < significance.ALPHA and base:

@@ -127,8 +127,8 @@
     if (!keys.some(([key]) => key === order.key)) Object.assign(order, { key: keys[0][0], down: true });
     element("sort").replaceChildren(...keys.map(([key, text]) => new Option(text, key, false, key === order.key)));
     const row = document.createElement("tr");
-    const column = (key, text, type = "") => {
-      const cell = make("th", "", { scope: "col", className: type }), button = make("button", text, { type: "button", className: "sort" });
+    const column = (key, text, type = "", title = "") => {
+      const cell = make("th", "", { scope: "col", className: type, title }), button = make("button", text, { type: "button", className: "sort" });
       button.dataset.sort = key;
       cell.append(button);
       row.append(cell);
@@ -139,7 +139,7 @@
     axis.append(span);
     row.append(axis);
     shown.forEach((h) => column(`value ${h}`, h, "wide"));
-    changed.forEach((h) => column(`change ${h}`, shown.length > 2 || !shown.includes(first) ? `${h} − ${first}` : "change", "wide"));
+    changed.forEach((h) => column(`change ${h}`, shown.length === 2 ? "change" : `Δ ${h}`, "wide", `${h} minus ${first}`));
     column("count", "images", "wide");
     table.tHead.replaceChildren(row);
 
