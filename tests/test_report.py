@@ -285,7 +285,7 @@ def test_runs_of_too_many_classes_to_gather_make_a_report_of_what_they_have(tmp_
 def test_a_summary_from_before_there_was_a_measure_is_read(single, tmp_path):
     summary = json.loads((single.parent / "summary.json").read_text())
     assert list(summary["metrics"])[:2] == ["error", "error_x"]
-    del summary["metrics"]["error_x"]
+    del summary["metrics"]["error_x"], summary["sha256"]  # as an older version wrote it
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     assert "error_x" not in report.from_runs([tmp_path])["metrics"]
 
@@ -567,7 +567,7 @@ def test_tables_are_safe_in_every_format():
 
 def test_columns_line_up_in_a_terminal():
     lines = Table("t", ("", "value"), (("日本", 1.0), ("ab", 12.0))).text().splitlines()[2:]
-    assert lines == ["      value", "日本  1.000", "ab    12.00"]
+    assert lines == ["       value", "日本   1.000", "ab     12.00"]
 
 
 def test_the_papers_tables_beside_our_runs(tmp_path):
