@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gsoftmax import data
+from gsoftmax.cli import main
 from gsoftmax.data import bundled, coco, images, mosaic, smoke, tables
 from gsoftmax.data.core import statistics
 from gsoftmax.data.seeded import long_tail, mix, noisy, shuffled, take, uniform
@@ -403,7 +404,7 @@ def test_problems_in_several_processes(tree, tmp_path, monkeypatch):
     spec, other = tree(count=6), tmp_path / "test" / "b" / "0005.png"
     PIL.new("RGB", (20, 24)).save(other)
     assert data.load(spec).kind == "files"
-    other.write_bytes(b"nothing")
+    other.write_bytes(b"nothing" + images._ENDS[1])  # it ends as a PNG does
     assert error(spec) == f"{other} is not a readable image: not a known image format"
 
 
@@ -421,7 +422,7 @@ def test_folder_val_and_missing_test(tree):
 
 def test_folder_without_parts_is_split(tree):
     spec = tree(parts=(".",), count=10)
-    assert "has no images in train/<class>/" in error(spec)
+    assert data.load(spec).fingerprint() == data.load(f"{spec}?test=0.2").fingerprint()
     split = data.load(f"{spec}?test=0.3")
     assert torch.bincount(split.train.y).tolist() == [7, 7] and torch.bincount(split.test.y).tolist() == [3, 3]
     for bad in ("0", "1", "1.5", "x"):
@@ -432,7 +433,144 @@ def test_folder_mistakes(tree, tmp_path):
     assert "not found: expected a folder there" in error(f"folder:{tmp_path / 'nowhere'}")
     assert "must have at least 2 classes, got 1: a" in error(tree("a"))
     tree("ab")
-    assert "class 's' is not among the 2 classes of the training split" in error(tree("s", parts=("test",)))
+    assert "test/ has folders that are not among the 2 classes of train/ ('a', 'b'): 's'" in error(
+        tree("s", parts=("test",))
+    )
+
+
+def test_folder_with_train_alone_sets_the_same_test_images_aside_for_every_seed(tree, tmp_path):
+    spec = tree(parts=("train",), count=10)
+    one, other = (data.load(spec, train_fraction=0.5, split_seed=seed) for seed in (0, 1))
+    assert torch.equal(one.test.x, other.test.x) and torch.bincount(one.test.y).tolist() == [2, 2]
+    assert "4 of 20 images are set aside as the test set, the same for every seed" in one.notes
+    assert not {x.numpy().tobytes() for x in one.train.x} & {x.numpy().tobytes() for x in one.test.x}
+
+
+@pytest.mark.parametrize("name", ["val", "valid", "validation"])
+def test_folder_with_train_and_validation(tree, name):
+    tested = data.load(tree(parts=("train", name)))
+    assert len(tested.test) == 6 and tested.val is None
+    assert tested.notes == ("val is the test set, because there is no other",)
+
+
+def test_folder_with_other_classes_in_the_test_split(tree, tmp_path):
+    spec = tree("abc", parts=("train",))
+    assert data.load(tree("ab", parts=("test",))).notes == ("test/ has no images of 'c'",)
+    tree("wxyz", parts=("test",))
+    expected = "test/ has folders that are not among the 3 classes of train/ ('a', 'b', 'c'): 'w', 'x', 'y' and 1 more"
+    assert error(spec) == f"{spec}: {expected}"
+
+
+def test_folder_with_an_empty_class(tree, tmp_path):
+    spec = tree()
+    (tmp_path / "train" / "c").mkdir()
+    what = "1 of 3 class folders have no images: 'c'"
+    assert error(spec) == f"{spec}: {what}; fill or remove them, or check=false leaves them out"
+    assert data.load(spec, check=False).notes == (what,)
+
+
+def test_folder_with_images_but_no_classes(tree, tmp_path):
+    spec = f"folder:{tmp_path}"
+    assert "has no images in <class>/" in error(spec)
+    PIL.new("RGB", (9, 9)).save(tmp_path / "one.png")
+    assert "has no images in <class>/, and 1 outside of class folders (csv:FILE reads labels from a file)" in error(
+        spec
+    )
+    (tmp_path / "train").mkdir()
+    (tmp_path / "one.png").rename(tmp_path / "train" / "one.png")
+    assert "has no images in train/<class>/, and 1 outside of class folders" in error(spec)
+
+
+@pytest.mark.parametrize("size", [None, 16])
+def test_unreadable_images_are_counted_and_left_out(tree, tmp_path, size):
+    spec = tree(size=(70, 80))
+    (tmp_path / "train" / "a" / "0000.png").write_bytes(b"")
+    (tmp_path / "train" / "b" / "page.jpg").write_text("<html>not found</html>")
+    what = "2 of 7 train images cannot be used (1 empty, 1 damaged), first train/a/0000.png: replace them"
+    with pytest.raises(data.DataError) as found:
+        data.load(spec, image_size=size)
+    assert str(found.value) == f"{tmp_path}: {what}; check=false leaves them out"
+    rest = data.load(spec, image_size=size, check=False)
+    assert len(rest.train) == 5 and rest.notes == ("2 of 7 train images are left out (1 empty, 1 damaged)",)
+
+
+# csv
+
+
+@pytest.fixture
+def listed(tree, tmp_path):
+    """Writes a table beside ten images of each of two classes; the spec that loads it."""
+    tree(parts=(".",), count=10)
+
+    def write(text: str) -> str:
+        (tmp_path / "labels.csv").write_text(text, "utf-8")
+        return f"csv:{tmp_path / 'labels.csv'}"
+
+    return write
+
+
+def test_csv_agrees_with_the_folders(listed, tmp_path):
+    rows = [f"{name}/{i:04}.png,{name}" for name in "ab" for i in range(10)]
+    one, other = data.load(listed("\ufeffpath,label\r\n" + "\r\n".join(rows))), data.load(f"folder:{tmp_path}")
+    assert one.fingerprint() == other.fingerprint() and one.notes == other.notes and one.classes == ("a", "b")
+    assert one.name == "csv:labels.csv"
+
+
+def test_csv_with_splits_and_several_labels(listed):
+    text = "split, file ,note,labels\ntrain,a/0000.png,x,oak; elm\ntrain,a/0001.png,,\ntrain,b/0002.png,,elm|ash|elm\n"
+    found = data.load(listed(f"{text}\nvalid,a/0003.png,,ash\nTest,b/0004.png,,oak\n"))
+    assert found.multilabel and found.classes == ("ash", "elm", "oak") and not found.notes
+    assert found.train.y.tolist() == [[0, 1, 1], [0, 0, 0], [1, 1, 0]]
+    assert found.val.y.tolist() == [[1, 0, 0]] and found.test.y.tolist() == [[0, 0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "must begin with a line of column names, path and label or labels, got 'nothing'"),
+        ("a/0000.png,a\n", "must begin with a line of column names, path and label or labels, got 'a/0000.png, a'"),
+        ("path,label,labels\n", "must begin with a line of column names"),
+        ("path,label\n\n", "lists no image"),
+        ("path,label\na/0000.png\n", "line 2 must have 2 columns, got 1"),
+        (
+            "path,label\na/0000.png,a\na/0001.png,\n",
+            "label must be one class, got ''; a column called labels holds any",
+        ),
+        ("path,label\na/0000.png,a;b\n", "label must be one class, got 'a;b'; a column called labels holds any number"),
+        ("path,label\na/0000.png,a\na/./0000.png,b\n", "a/0000.png more than once: one line per image"),
+        ("path,label\na/0000.png,a\n", "must have at least 2 classes in its training rows, got 'a'"),
+        ("path,labels\na/0000.png,\n", "must have at least 2 classes in its training rows, got none"),
+        ("path,label,split\na/0000.png,a,rest\n", "split must be train, val or test, got 'rest'"),
+        ("path,label,split\na/0000.png,a,test\n", "has no row whose split is train"),
+        (
+            "path,label,split\na/0000.png,a,train\na/0001.png,b,train\na/0002.png,c,test\n",
+            "has labels that are in no training row: 'c'",
+        ),
+        (
+            "path,label\na/0000.png,a\nb/none.png,b\n",
+            "1 of 2 train images cannot be used (1 missing), first b/none.png",
+        ),
+        ('path,label\n"a/0000.png,a\n', "is damaged: unexpected end of data"),
+    ],
+)
+def test_csv_mistakes(text, message, listed):
+    assert message in error(listed(text))
+
+
+def test_csv_that_is_no_text(tmp_path):
+    assert "not found: expected a file there" in error(f"csv:{tmp_path / 'labels.csv'}")
+    (tmp_path / "labels.csv").write_bytes(b"\xff\xfe\0")
+    assert "labels.csv is damaged: 'utf-8' codec can't decode" in error(f"csv:{tmp_path / 'labels.csv'}")
+
+
+def test_a_path_is_told_its_spec(tmp_path, capsys):
+    for name, spec in (("x.csv", "csv:"), ("x.npz", "npz:"), ("x.arff", "arff:"), ("photos", "folder:")):
+        path = tmp_path / name
+        path.mkdir() if name == "photos" else path.write_bytes(b"")
+        assert f"did you mean '{spec}{path}'" in error(str(path))
+        assert main(["compare", str(path)]) == 2
+        assert f"did you mean {spec}{path}\n" in capsys.readouterr().err
+    assert "did you mean" not in error(str(tmp_path / "nothing.csv"))
 
 
 def test_tiny_imagenet(room):

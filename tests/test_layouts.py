@@ -294,7 +294,7 @@ def test_coco_without_some_images(spec, tmp_path):
     (base / f"val{year}" / file_name(f"val{year}", 133)).unlink()  # not labelled, so not needed
     first = f"3 of 5 train images cannot be used (1 missing, 1 empty, 1 damaged), first {train[0]}"
     second = f"1 of 3 test images cannot be used (1 missing), first val{year}/{file_name(f'val{year}', 42)}"
-    hint = "download them again; check=false leaves them out"
+    hint = "replace them; check=false leaves them out"
     assert line(spec, tmp_path) == f"{base}: {first} and {second}: {hint}"
     rest = data.load(spec, tmp_path, check=False)
     assert rest.notes == (
@@ -313,7 +313,7 @@ def test_coco_without_any_image_of_a_part(tmp_path):
     for file in (base / "val2014").iterdir():
         file.unlink()
     what = "3 of 3 test images cannot be used (3 missing), first val2014/COCO_val2014_000000000042.jpg"
-    assert line("coco", tmp_path, check=False) == f"{base}: {what}: download them again"
+    assert line("coco", tmp_path, check=False) == f"{base}: {what}: replace them"
 
 
 # NUS-WIDE
@@ -413,7 +413,7 @@ def test_nuswide_without_some_images(option, write, tmp_path):
     # the kinds are in the order in which they occur
     first = f"2 of {total} train images cannot be used (1 empty, 1 missing), first {folder.name}/sky/0003_23.jpg"
     second = f"1 of {tests} test images cannot be used (1 damaged), first {folder.name}/zoo/0007_7.jpg"
-    hint = "download them again; check=false leaves them out"
+    hint = "replace them; check=false leaves them out"
     assert line("nuswide" + option, tmp_path) == f"{base}: {first} and {second}: {hint}"
     rest = data.load("nuswide" + option, tmp_path, check=False)
     assert rest.train.x == whole.train.x[:-2] and torch.equal(rest.train.y, whole.train.y[:-2])

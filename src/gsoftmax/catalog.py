@@ -86,7 +86,16 @@ FOLDER = DatasetInfo(
     size="any number of images in class folders; held in memory when all are small (side up to 64) and alike",
     source="your own images",
     layout="PATH/train/<class>/*.jpg, PATH/test/<class>/*.jpg and, if you have it, PATH/val/<class>/*.jpg (png, ...);\n"
-    "or PATH/<class>/*.jpg with folder:PATH?test=0.2, which sets a fifth of every class aside",
+    "or PATH/<class>/*.jpg or PATH/train alone: a fifth of every class is set aside as the test set, the same one for\n"
+    "every seed (folder:PATH?test=0.3 sets another fraction aside); with train/ and val/ alone, val/ is the test set",
+)
+CSV = DatasetInfo(
+    name="csv:PATH",
+    size="any number of images listed in a table, with one or several labels each",
+    source="your own images",
+    layout="a first line of column names: path and label, or path and labels, and if you have it split;\n"
+    "path is relative to the table; labels are separated by ; or | and may be empty; split is train, val or test;\n"
+    "without split a fifth is set aside as the test set, stratified by label, the same for every seed (?test=0.3)",
 )
 NPZ = DatasetInfo(
     name="npz:PATH",
@@ -110,7 +119,21 @@ MOSAIC = DatasetInfo(
     "grid is rows x columns (2x2), train, val and test the numbers of mosaics, seed chooses the images",
 )
 
-DATASETS = [DIGITS, DIGITS_MOSAIC, CIFAR10, CIFAR100, TINY_IMAGENET, COCO, COCO2017, NUSWIDE, FOLDER, NPZ, ARFF, MOSAIC]
+DATASETS = [
+    DIGITS,
+    DIGITS_MOSAIC,
+    CIFAR10,
+    CIFAR100,
+    TINY_IMAGENET,
+    COCO,
+    COCO2017,
+    NUSWIDE,
+    FOLDER,
+    CSV,
+    NPZ,
+    ARFF,
+    MOSAIC,
+]
 
 BACKBONES = {
     "cnn": "small CNN for small images (digits 8x8, mosaics 16x16, colour up to 64x64)",

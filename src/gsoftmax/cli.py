@@ -303,8 +303,9 @@ def find_config(what: str, changes: Sequence[str], smoke: bool = False) -> confi
     if what.startswith("arff:"):
         return recipes.find("tables").config({"data": what} | parse_changes(changes))
     datasets = [info.name for info in catalog.DATASETS]
-    if gsoftmax.data.parse(what)[0] not in {"folder", "npz", "mosaic", *datasets}:
-        hint = messages.did_you_mean(what, {*recipes.recipes(), *datasets}, 3)
+    if gsoftmax.data.parse(what)[0] not in {"folder", "csv", "npz", "mosaic", *datasets}:
+        meant = gsoftmax.data.by_path(what)
+        hint = f", did you mean {meant}" if meant else messages.did_you_mean(what, {*recipes.recipes(), *datasets}, 3)
         raise ValueError(f"{what!r} is neither a recipe nor a dataset{hint}")
     return config.Config(data=what).override(parse_changes(changes))
 

@@ -29,6 +29,7 @@ from .coco import load_coco
 from .core import IMAGENET, DataError, Dataset, Request, Split, Subset, data_root, statistics
 from .folders import load_folder, load_tiny_imagenet
 from .images import resize
+from .listed import load_csv
 from .mosaic import make_mosaic
 from .nuswide import LISTS, load_nuswide
 from .smoke import SMOKE_NAMES, write_smoke
@@ -44,6 +45,7 @@ __all__ = [
     "Delivery",
     "Split",
     "Subset",
+    "by_path",
     "data_root",
     "describe",
     "eval_batches",
@@ -76,8 +78,8 @@ def load(
 ) -> Dataset:
     """The dataset that `spec` names, ready for training.
 
-    spec: digits, digits-mosaic, cifar10, cifar100, tiny-imagenet, coco, coco2017, nuswide, folder:PATH, npz:PATH,
-        arff:PATH or mosaic(SPEC), with options at the end as in `arff:emotions.arff?labels=6&test=0.3` and
+    spec: digits, digits-mosaic, cifar10, cifar100, tiny-imagenet, coco, coco2017, nuswide, folder:PATH, csv:PATH,
+        npz:PATH, arff:PATH or mosaic(SPEC), with options at the end as in `arff:emotions.arff?labels=6&test=0.3` and
         `nuswide?lists=official`; `describe()` lists them
     root: folder of the published datasets (default: $GSOFTMAX_DATA, else ./data)
     val_fraction: fraction of the training set used as `val`, stratified by class
@@ -219,7 +221,7 @@ _WHOLE: Reader = (int, "a whole number")
 _TEST: dict[str, Reader] = {"test": (_fraction, "a fraction between 0 and 1")}
 
 _MOSAICS = ("mosaic", "digits-mosaic")
-_BY_PATH = ("folder", "npz", "arff")
+_BY_PATH = ("folder", "csv", "npz", "arff")
 _LOADERS: dict[str, tuple[Callable[[Request], Dataset], dict[str, Reader]]] = {
     "digits": (load_digits, {}),
     "cifar10": (load_cifar, {}),
@@ -229,6 +231,7 @@ _LOADERS: dict[str, tuple[Callable[[Request], Dataset], dict[str, Reader]]] = {
     "coco2017": (load_coco, {}),
     "nuswide": (load_nuswide, {"lists": (_lists, " or ".join(LISTS))}),
     "folder": (load_folder, _TEST),
+    "csv": (load_csv, _TEST),
     "npz": (load_npz, _TEST),
     "arff": (load_arff, {"labels": _WHOLE, **_TEST}),
 }
@@ -250,8 +253,23 @@ def _options(spec: str, given: dict[str, str], **readers: Reader) -> dict[str, A
 def _unknown(spec: str, family: str) -> str:
     names = [f"{name}:PATH" if name in _BY_PATH else name for name in _LOADERS]
     names += ["digits-mosaic", "mosaic(DATASET)"]
-    hint = f"unknown dataset {spec!r}, did you mean 'folder:{family}'" if os.path.isdir(family) else ""
+    meant = by_path(family)
+    hint = f"unknown dataset {spec!r}, did you mean {meant!r}" if meant else ""
     return f"{hint or unknown('dataset', spec, names)}; accepted are {', '.join(names)}"
+
+
+def by_path(path: str) -> str | None:
+    """The spec that reads a folder or file; None where there is none, or of another kind.
+
+    path: as somebody may write it instead of the spec
+
+    >>> by_path("."), by_path("nowhere")
+    ('folder:.', None)
+    """
+    if os.path.isdir(path):
+        return f"folder:{path}"
+    family = {".npz": "npz", ".arff": "arff", ".csv": "csv", ".tsv": "csv"}.get(os.path.splitext(path)[1].lower())
+    return f"{family}:{path}" if family and os.path.isfile(path) else None
 
 
 # input shape and statistics

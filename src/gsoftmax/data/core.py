@@ -25,6 +25,7 @@ Kind = Literal["images", "table", "files"]
 
 PARTS = ("train", "val", "test")
 Splits = dict[str, Any]  # part -> Split
+TEST_SHARE = 0.2  # of the images that become the test set where there is none
 MAX_BYTES = 16 * 2**30  # the most that a file may declare and have allocated
 SMALL, MAX_RATIO = 2**29, 100  # any file may take the first; a large one this many times its size
 _SAMPLED_FILES, _SAMPLED_BYTES = 1024, 2**16  # of image files, for their fingerprint
@@ -240,11 +241,11 @@ class Request(NamedTuple):
 
 
 def set_aside(split: Split, request: Request) -> Splits:
-    """The split in two: the option `test` is the fraction that becomes the test set, stratified by class.
+    """The split in two: a fraction, TEST_SHARE or the option `test`, becomes the test set, stratified by class.
 
     It is the same test set for every seed, so that results of different seeds are about the same images.
     """
-    aside, rest = take(split.y, request.options["test"], seed=0, keep=1)
+    aside, rest = take(split.y, request.options.get("test", TEST_SHARE), seed=0, keep=1)
     return {"train": split.select(rest), "test": split.select(aside)}
 
 

@@ -226,7 +226,7 @@ def usable(splits: Splits, where: Path, check: bool) -> tuple[Splits, tuple[str,
     empty = [part for part in kept if not len(kept[part])]
     if errors and (check or empty):
         hint = "" if empty else "; check=false leaves them out"
-        raise DataError(f"{where}: {' and '.join(errors)}: download them again{hint}")
+        raise DataError(f"{where}: {' and '.join(errors)}: replace them{hint}")
     return kept, tuple(notes)
 
 
