@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gsoftmax import data
-from gsoftmax.data import Augment, augment, images, smoke
+from gsoftmax.data import Augment, augment, batches, images, smoke
 from gsoftmax.data.batches import num_batches
 
 
@@ -289,6 +289,33 @@ def test_files_and_images_in_memory_are_resized_alike(changes, tmp_path):
     files = replace(held, kind="files", train=data.Split(paths, held.train.y))
     a, b = (next(data.train_batches(d, 8, seed=0, epoch=0, augment=changes, workers=0))[0] for d in (held, files))
     assert (a - b).abs().max() < 1.01 / 255 / held.std.min()  # files are rounded to whole levels
+
+
+def test_files_are_decoded_once_while_they_fit(tmp_path, monkeypatch):
+    pytest.importorskip("torchvision")
+    smoke.write_files(tmp_path, smoke.folder_files("ab", {"train": 5, "test": 2}, (70, 48), "png"))
+    read, opened = batches.read_image, []
+    monkeypatch.setattr(batches, "read_image", lambda path: opened.append(path) or read(path))
+
+    def epochs(size: int) -> list[torch.Tensor]:
+        loaded = data.load(f"folder:{tmp_path}", image_size=size)
+        opened.clear()
+        train = [data.train_batches(loaded, 4, seed=0, epoch=e, workers=0, drop_last=False) for e in (0, 1)]
+        return [x for found in (*train, data.eval_batches(loaded, "test", 3, workers=0)) for x, _ in found]
+
+    kept, some = epochs(80), len(opened)
+    monkeypatch.setattr(images, "CACHE_BYTES", 10 * 3 * 80**2 - 1)  # the ten training images no longer fit
+    again = epochs(80)
+    assert (some, len(opened)) == (14, 24)
+    assert all(map(torch.equal, kept, again))
+    monkeypatch.setattr(images, "CACHE_BYTES", 10 * 3 * 80**2)  # they fit, but not together with the test images
+    one, other = (data.load(f"folder:{tmp_path}", image_size=80) for _ in range(2))
+    opened.clear()
+    for loaded, part, reads in ((one, "train", 10), (one, "train", 10), (one, "test", 14), (one, "train", 24)):
+        list(data.eval_batches(loaded, part, 3, workers=0))
+        assert len(opened) == reads
+    list(data.eval_batches(other, "train", 3, workers=0))  # the same paths, whose content may be new
+    assert len(opened) == 34
 
 
 def test_boxes_stay_inside_and_keep_their_area():

@@ -310,6 +310,37 @@ def find_config(what: str, changes: Sequence[str], smoke: bool = False) -> confi
     return config.Config(data=what).override(parse_changes(changes))
 
 
+def open_config(what: str, changes: dict[str, Any], data_root: str | None, shorten: float = 1.0) -> config.Config:
+    """The configuration of `find_config`, shortened, with what photos leave open chosen, and with the changes."""
+    base = find_config(what, [])
+    free = [key for key in gsoftmax.photos.FREE if key not in changes]
+    chosen = gsoftmax.photos.choose(base.override(changes), data_root, free)
+    return recipes.shortened(base.override(chosen), shorten).override(changes)
+
+
+def _print_photos(first: config.Config, dataset: Any, runs: int, jobs: int | None) -> None:
+    """What was chosen for photos, and how long their runs will take."""
+    for note in dataset.notes:
+        print(note)
+    if first.image_size is None:
+        return
+    jobs = max(1, min(runs, jobs or gsoftmax.compare.default_jobs(first)))
+    each = gsoftmax.train.seconds_per_run(first, dataset)
+    times = f"{_duration(each)} per run, {_duration(-(-runs // jobs) * each)} for {runs} runs, {jobs} at a time"
+    print(f"{gsoftmax.photos.describe(first)}; {times}, as measured by a few steps", flush=True)
+
+
+def _duration(seconds: float) -> str:
+    """
+    >>> _duration(8), _duration(130), _duration(9000)
+    ('about 8 seconds', 'about 2 minutes', 'about 2.5 hours')
+    """
+    for unit, length in (("hours", 3600), ("minutes", 60)):
+        if seconds >= 1.5 * length:
+            return f"about {seconds / length:.{1 if unit == 'hours' else 0}f} {unit}"
+    return f"about {seconds:.0f} seconds" if seconds >= 1.5 else "about 1 second"
+
+
 def _check_counts(args: argparse.Namespace, *options: str) -> None:
     for option in options:
         if (value := getattr(args, option)) is not None and value < 1:
@@ -317,7 +348,9 @@ def _check_counts(args: argparse.Namespace, *options: str) -> None:
 
 
 def _folder(what: str, out: str | None) -> Path:
-    return Path(out) if out else Path("runs") / gsoftmax.runs.folder_name(Path(what).name or what)
+    family, argument, _ = gsoftmax.data.parse(what)
+    name = what.removeprefix(f"{family}:") if argument else what  # runs/photos of folder:photos
+    return Path(out) if out else Path("runs") / gsoftmax.runs.folder_name(Path(name).name or name)
 
 
 def _compare(args: argparse.Namespace) -> None:
@@ -342,21 +375,23 @@ def _compare(args: argparse.Namespace) -> None:
     if args.tune is not None:
         if recipes.family(args.what):
             raise ValueError(f"--tune is for a recipe or a dataset, and {args.what} is a family of rows")
-        base = recipes.shortened(find_config(args.what, []), args.shorten).override(changes)
+        base = open_config(args.what, changes, args.data, args.shorten)
         options = {"trials": args.tune, "minutes": args.minutes, "data_root": args.data}
         options["space"] = gsoftmax.tune.parse_space(args.space) if args.space is not None else None
         tuning = gsoftmax.tune.Tuning(base, heads, seeds, out, **options)
         plan, names = tuning, list(tuning.defaults)
         print(f"{tuning.comparison.dataset.summary()}; {', '.join(names)}; {args.tune} trials each -> {out}")
+        _print_photos(base, tuning.comparison.dataset, tuning.planned(args.tune), args.jobs)
     elif rows := recipes.family(args.what):
         configs = gsoftmax.compare.of_rows(rows, heads, changes, args.shorten)
     else:
-        base = recipes.shortened(find_config(args.what, []), args.shorten).override(changes)
+        base = open_config(args.what, changes, args.data, args.shorten)
         configs = gsoftmax.compare.of_heads(base, heads, args.data)
     if args.tune is None:
         plan = gsoftmax.compare.Comparison(configs, seeds, out, args.data)
         names = plan.heads
         print(f"{plan.dataset.summary()}; {', '.join(names)}; {args.seeds} seeds -> {out}")
+        _print_photos(configs[names[0]], plan.dataset, len(plan.tasks), args.jobs)
     found = plan.run(args.jobs, _ticker())
     _clear()
     made = gsoftmax.summary
@@ -405,6 +440,8 @@ def _run_recipe(args: argparse.Namespace, what: str, out: Path, resume: bool) ->
         with tempfile.TemporaryDirectory() if args.smoke else contextlib.nullcontext(args.data) as root:
             if args.smoke and base.data in gsoftmax.data.SMOKE_NAMES:
                 base = base.override({"data": gsoftmax.data.write_smoke(base.data, root)})
+            elif not args.smoke:
+                base = open_config(what, parse_changes(args.changes), root)
             return gsoftmax.train.train(base, out, data_root=root, resume=resume, progress=_ticker())
     finally:
         _clear()

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import build, measures
+from . import build, measures, photos
 from .config import Config, parse_head
 from .data import Dataset
 from .distributed import Stopped
@@ -113,6 +113,7 @@ def of_heads(base: Config, heads: Sequence[str] | None = None, data_root: str | 
     >>> of_heads(Config(), ["softmax", "gsoftmax(lam=2)"])["gsoftmax(lam=2)"].head_options
     {'lam': 2}
     """
+    base = base.override(photos.choose(base, data_root))
     if heads is None:
         several = build.load_data(base, data_root).multilabel
         heads = [name for name in DEFAULT if HEADS[name].multilabel or not several]
@@ -216,6 +217,18 @@ def run_tasks(tasks: Sequence[Task], jobs: int | None = None, progress: Callable
             progress(f"{count}/{len(todo)}  {_name(task)}  {headline.title} {value:.2f}  {left:.0f} s left")
 
 
+def default_jobs(config: Config) -> int:
+    """Parallel runs where nobody says how many: one per GPU, or per core.
+
+    config: of one of the runs
+    """
+    return _gpus(config) or os.cpu_count() or 1
+
+
+def _gpus(config: Config) -> int:
+    return torch.cuda.device_count() if build.pick_device(config.device).type == "cuda" else 0
+
+
 def _name(task: Task) -> str:
     return f"{task.config.head_text()} seed {task.config.seed}"
 
@@ -224,8 +237,8 @@ def _run_all(tasks: Sequence[Task], jobs: int | None, progress: Callable[[str], 
     """Runs tasks, `jobs` at a time, and yields each when it finishes."""
     if not tasks:
         return
-    gpus = torch.cuda.device_count() if build.pick_device(tasks[0].config.device).type == "cuda" else 0
-    jobs = min(jobs or gpus or os.cpu_count() or 1, len(tasks))
+    gpus = _gpus(tasks[0].config)
+    jobs = min(jobs or default_jobs(tasks[0].config), len(tasks))
     if jobs == 1:
         for count, task in enumerate(tasks, start=1):
             name = f"{count}/{len(tasks)}  {_name(task)}"

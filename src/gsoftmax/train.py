@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import build, distributed, evaluation, models, sharded
+from . import build, distributed, evaluation, models, photos, sharded
 from .config import Config
 from .data import Dataset
 from .data.seeded import mix
@@ -24,7 +24,7 @@ from .distributed import Stopped, Watch, World
 from .messages import first_line
 from .runs import RunFolder, finished, read_environment
 
-__all__ = ["Diverged", "train"]
+__all__ = ["Diverged", "seconds_per_run", "train"]
 
 
 class Diverged(RuntimeError):
@@ -56,6 +56,7 @@ def train(
     with ExitStack() as stack:
         stack.enter_context(build.cudnn_algorithms(config.deterministic))
         world = stack.enter_context(distributed.joined(device))
+        config = config.override(distributed.on_rank0(world, photos.choose, config, data_root))
         if out is not None:
             resume = resume or distributed.restarted(read_environment(out))
             fingerprints = functools.partial(build.fingerprints, config, data_root)
@@ -81,6 +82,42 @@ def train(
             stack.enter_context(build.cuda_graphs(parts.network.backbone, inputs, run.amp))
         run.fit()
         return run.finish(others)
+
+
+def seconds_per_run(config: Config, dataset: Dataset, seconds: float = 1.0) -> float:
+    """How long a run will take, from a few of its steps, without the time until data and libraries are loaded.
+
+    config, dataset: of the run, with nothing left open
+    seconds: how long to measure, after one step to warm up
+    """
+    threads, device = torch.get_num_threads(), build.pick_device(config.device)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    try:
+        run = Run(config, dataset, build.prepare(config, dataset, device), device, distributed.ALONE, None)
+        reading = []
+        for _ in range(2):  # image files are decoded once if they fit into the cache
+            start = time.perf_counter()
+            inputs, target = next(build.train_batches(dataset, config, 1))
+            reading.append(time.perf_counter() - start)
+        if device.type == "cpu":  # a large network would take long for all of them
+            inputs, target = inputs[:16], target[:16]
+        steps, start = -1, 0.0
+        while steps < 2 or time.perf_counter() < start + seconds:
+            run.backward((inputs, target, None), True, len(target))
+            run.step()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            steps += 1
+            if steps == 0:
+                start = time.perf_counter()
+        example = (time.perf_counter() - start) / steps / len(target)
+    finally:
+        torch.set_num_threads(threads)
+    rows, first, again = len(dataset.train), reading[0] / config.batch_size, reading[1] / config.batch_size
+    evaluated = len(dataset.split(config.evaluate_on)) + rows * config.train_geometry
+    # a forward pass takes about a third of a step
+    return rows * (config.epochs * (example + again) + max(0.0, first - again)) + evaluated * (example / 3 + again)
 
 
 @dataclass

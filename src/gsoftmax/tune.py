@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import build, measures
+from . import build, measures, photos
 from .compare import Comparison, Task, of_heads, run_tasks
 from .config import Config, parse_head, parse_value
 from .files import atomic_write, locked, read_json
@@ -176,6 +176,7 @@ class Tuning:
             raise ValueError(f"minutes must be above 0, got {minutes}")
         self.out, self.data_root, self.minutes = Path(out), data_root, minutes
         self.untuned = untuned
+        base = base.override(photos.choose(base, data_root))
         self.space = dict(space or default_space(base))
         self.swept = {k: d.swept() for k, d in self.space.items() if sweep is True or (sweep and k in sweep)}
         if bad := {"seed", "head", "data", "evaluate_on", "val_fraction"} & {

@@ -22,9 +22,9 @@ from .resnet9 import ResNet9
 from .small import MLP, SmallCNN
 from .vgg import VGG16
 from .wide_resnet import WideResNet
-from .zoo import load_weights, names, read_state_dict, timm_backbone, torchvision_backbone
+from .zoo import load_weights, names, read_state_dict, timm_backbone, torchvision_backbone, weights_on_disk
 
-__all__ = ["available", "create", "load_weights", "read_state_dict"]
+__all__ = ["available", "create", "load_weights", "read_state_dict", "weights_on_disk"]
 
 
 def available() -> list[tuple[str, str]]:

@@ -36,6 +36,32 @@ def _not_fetched(what: str, error: Exception, source: str = "them") -> ValueErro
     return ValueError(f"pretrained: the weights of {what} could not be fetched ({first_line(error)}); {other_way}")
 
 
+def weights_on_disk(name: str) -> bool | str:
+    """What `pretrained` must be to use published weights that are in torch's, timm's or Hugging Face's cache.
+
+    name: as in `torchvision:resnet18` and `timm:resnet18`; False where there are none, or the library is missing
+    """
+    family, _, member = name.partition(":")
+    cache = Path(torch.hub.get_dir(), "checkpoints")
+    try:
+        if family == "torchvision":
+            import torchvision.models as zoo
+
+            published = zoo.get_model_weights(member)
+            found = [w.name for w in (published["DEFAULT"], *published) if (cache / Path(w.url).name).is_file()]
+            return found[0] if found else False
+        import timm
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return False
+    described = timm.get_pretrained_cfg(member)
+    if described is None:
+        return False
+    hub = [(described.hf_hub_id, file) for file in ("model.safetensors", "pytorch_model.bin") if described.hf_hub_id]
+    in_hub = any(isinstance(try_to_load_from_cache(*place), str) for place in hub)
+    return in_hub or (bool(described.url) and (cache / Path(described.url).name).is_file())
+
+
 def torchvision_backbone(
     name: str,
     input_shape: tuple[int, ...],

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .augment import Augment, boxes, color, crop_and_resize, cut_out, draw, shift_and_flip, whole_pixels
 from .core import DataError, Dataset
-from .images import ImageFiles, cores, read_files, read_image, resize
+from .images import ImageFiles, cores, decoded, read_files, read_image, resize
 from .seeded import mix
 
 Batch = tuple[Tensor, Tensor]
@@ -161,10 +161,16 @@ def _batches(
     else:
         workers = min(8, cores()) if delivery.workers is None else delivery.workers
         photos = _Photos(split.x, size, box, augment.area)
-        for item in read_files(photos, pieces, workers, pin=where.type == "cuda"):
+        kept = decoded(split, size) if box is None else None  # a crop differs from epoch to epoch
+        todo = pieces if kept is None else [kept.unknown(piece) for piece in pieces]
+        workers = workers if any(map(len, todo)) else 0
+        for piece, item in zip(pieces, read_files(photos, todo, workers, pin=where.type == "cuda"), strict=True):
             if isinstance(item, str):
                 raise DataError(item)
             rows, pixels = item
+            if kept is not None:
+                kept.add(rows, pixels)
+                rows, pixels = piece, kept.pixels[piece]
             x = finish(pixels.to(where, non_blocking=True), rows.to(where, non_blocking=True))
             yield x, split.y[rows.to(split.y.device)].to(where)
 

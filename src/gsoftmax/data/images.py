@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -24,13 +25,14 @@ from torch import Tensor
 
 from ..files import open_read
 from ..messages import first_line
-from .core import DataError, Splits, reading
+from .core import DataError, Split, Splits, reading
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".gif", ".tif", ".tiff")
 MAX_PIXELS = 2**26  # of one image: 67 megapixels
 MAX_FILE = 2**28  # bytes of one image file
 SMALL_SIDE = 64  # images up to this side are held in memory ...
 SMALL_BYTES = 4 * 2**30  # ... when all of them together stay below this
+CACHE_BYTES = 2**30  # of decoded and resized image files that are kept between epochs
 _CHUNK = 256  # images decoded, or checked, at a time
 _THREADS = 16  # that check files
 _ENDS = (b"\xff\xd9", b"IEND\xaeB`\x82")  # the last bytes of a complete JPEG, PNG
@@ -159,6 +161,46 @@ def read_files(files: ImageFiles, pieces: list[Tensor], workers: int, pin: bool 
         )
     for piece in pieces:  # empty ones: fewer rows than processes in the last batch
         yield next(loader) if len(piece) else (piece, torch.empty(0, 3, *files.size, dtype=torch.uint8))
+
+
+class Decoded:
+    """Decoded and resized image files, kept so that later epochs and later runs of this process read none of them.
+
+    >>> Decoded(10, (32, 32)).unknown(torch.tensor([3, 4]))
+    tensor([3, 4])
+    """
+
+    def __init__(self, count: int, size: tuple[int, int]) -> None:
+        self.pixels = torch.empty(count, 3, *size, dtype=torch.uint8)  # memory is taken when it is written to
+        self.known = torch.zeros(count, dtype=torch.bool)
+
+    def unknown(self, rows: Tensor) -> Tensor:
+        """Those of the rows that were not decoded yet."""
+        return rows[~self.known[rows]]
+
+    def add(self, rows: Tensor, pixels: Tensor) -> None:
+        """Keeps decoded rows."""
+        self.pixels[rows], self.known[rows] = pixels, True
+
+
+_decoded: WeakKeyDictionary[Split, Decoded] = WeakKeyDictionary()  # the most recently used last
+
+
+def decoded(split: Split, size: tuple[int, int]) -> Decoded | None:
+    """What is kept of a split of image files at this size, as long as the split exists; None if it is too large.
+
+    Other splits are forgotten when all together would exceed CACHE_BYTES.
+    """
+    need = len(split) * 3 * size[0] * size[1]
+    if need > CACHE_BYTES:
+        return None
+    found = _decoded.pop(split, None)
+    if found is None or found.pixels.shape[2:] != torch.Size(size):
+        found = Decoded(len(split), size)
+    while _decoded and need + sum(kept.pixels.numel() for kept in _decoded.values()) > CACHE_BYTES:
+        del _decoded[next(iter(_decoded))]
+    _decoded[split] = found
+    return found
 
 
 def _leave_process_group(_: int) -> None:
