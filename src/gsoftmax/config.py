@@ -58,7 +58,7 @@ class Config:
     label_noise: float = 0.0  # fraction of training labels replaced by a wrong class
     split_seed: int | None = None  # of the four keys above: which rows, labels and classes; None is the run's seed
     image_size: int | None = (
-        None  # side of the images in pixels; None is the dataset's own, for photos as in `backbone`
+        None  # side of the images in pixels; None: the dataset's own; photos: by the backbone
     )
     augment: str | None = None  # a preset or changes of it; None is the dataset's own
     mixup: float = 0.0  # alpha of Beta(alpha, alpha), which mixes pairs of training examples; 0 is off
@@ -66,7 +66,7 @@ class Config:
     check: bool = True  # require published sizes and all images; false leaves out missing and truncated images
     # network
     backbone: str | None = (
-        None  # None: cnn for small images, mlp for tables; photos: by number and machine, and then recorded
+        None  # None: cnn for small images, mlp for tables; photos: by number and machine
     )
     backbone_options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the backbone
     pool: str | None = None  # avg or max, before the head; None is the backbone's own

@@ -95,4 +95,5 @@ def describe(config: Config) -> str:
     """
     start = "published weights" if config.pretrained else config.weights or "scratch"
     size = "" if config.image_size is None else f" at {config.image_size} px"
-    return f"{config.backbone}{size} from {start}, {config.epochs} epoch{'s' * (config.epochs != 1)}, batches of {config.batch_size}"
+    epochs = f"{config.epochs} epoch{'s' * (config.epochs != 1)}"
+    return f"{config.backbone}{size} from {start}, {epochs}, batches of {config.batch_size}"
