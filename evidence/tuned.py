@@ -21,9 +21,9 @@ from typing import Any
 
 import yaml
 
-from gsoftmax import recipes, runs, tune
-from gsoftmax.compare import DIVERGED, Task, run_tasks
+from gsoftmax import progress, recipes, runs, tune
 from gsoftmax.config import Config
+from gsoftmax.workers import DIVERGED, Task, run_tasks
 
 from .run import HERE, ROWS, resolve_spec, rounded, where
 
@@ -142,9 +142,9 @@ def read(name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return json.loads((TUNED / f"{name}.json").read_text("utf-8")), [json.loads(row) for row in rows]
 
 
-def _quiet(line: str) -> None:
-    if " s left" in line:
-        print(line, flush=True)
+def _quiet(event: progress.Event) -> None:
+    if event["event"] in ("end", "failed"):
+        print(progress.text(event), flush=True)
 
 
 def main() -> None:

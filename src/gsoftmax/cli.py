@@ -9,13 +9,13 @@ import argparse
 import contextlib
 import inspect
 import io
+import json
 import os
 import re
 import signal
 import sys
 import tempfile
 import textwrap
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,10 +23,12 @@ from typing import Any
 
 import gsoftmax
 
-from . import catalog, completion, config, messages, recipes, tables
+from . import catalog, completion, config, messages, progress, recipes, stopping, tables
 from ._version import __version__
 
 __all__ = ["main"]
+
+Display = progress.Live | progress.Lines | progress.Json
 
 EXAMPLES = """\
 examples:
@@ -37,7 +39,7 @@ examples:
   gsoftmax reproduce table1 --row wrn-cifar100-gsoftmax --data ~/data
   torchrun --nproc-per-node 4 -m gsoftmax train wrn-cifar100-gsoftmax --data ~/data     four processes, one run
 """
-FLAGS = ("--debug", "--features", "--resume", "--smoke")  # options without a value
+FLAGS = ("--debug", "--features", "--json", "--resume", "--smoke")  # options without a value
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Traceback (most recent call last):
     SystemExit: 0
     """
+    _open_streams()
     root = parser()
     completion.complete(root)
     words, changes = split_changes(sys.argv[1:] if argv is None else argv)
@@ -62,54 +65,87 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # class names may contain letters that the locale lacks
             stream.reconfigure(errors="backslashreplace")
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    before = warnings.showwarning, signal.getsignal(signal.SIGTERM)
+    before = warnings.showwarning
     warnings.showwarning = _show_warning
+    hints = {"train": "; run the same command with --resume to continue"}
+    hints |= dict.fromkeys(("compare", "reproduce"), "; run the same command again to continue")
+    hint = hints.get(args.command, "")
     try:
-        if in_main_thread:
-            signal.signal(signal.SIGTERM, _terminate)
-        args.run(args)
+        with stopping.ending(lambda: _say(f"stopped{hint}")):
+            args.run(args)
+            sys.stdout.flush()
     except KeyboardInterrupt as stopped:
-        hints = {"train": "; run the same command with --resume to continue"}
-        hints |= dict.fromkeys(("compare", "reproduce"), "; run the same command again to continue")
-        _say(f"stopped {stopped}".rstrip() + hints.get(args.command, ""))
+        _say(f"stopped {stopped}".rstrip() + hint)
         return 128 + getattr(stopped, "signal_number", signal.SIGINT)
+    except BrokenPipeError:  # the reader of the output, such as `head`, has seen enough
+        _discard_output()
+    except _Incomplete as error:
+        _say(str(error))
+        return 1
     except (ValueError, OSError, RuntimeError) as error:
         if args.debug or type(error) is RuntimeError:
             raise
         _say(_one_line(error))
         return 2
     finally:
-        warnings.showwarning = before[0]
-        if in_main_thread:
-            signal.signal(signal.SIGTERM, before[1])
+        warnings.showwarning = before
+        _displays.clear()
     return 0
+
+
+class _Incomplete(Exception):
+    """Some runs failed, and what the others gave is shown."""
+
+
+_displays: list[Display] = []  # of the progress of this command
+
+
+def _open_streams() -> None:
+    """Gives this process the standard streams that its parent closed, or a file that it opens would become one."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, "w" if number else "r", encoding="utf-8")  # noqa: SIM115 - until the end
+            setattr(sys, name, stream)
+
+
+def _discard_output() -> None:
+    """Sends what is still printed nowhere."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _tell(line: str) -> None:
+    """One line on standard output, at once; work goes on where nobody reads it."""
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:
+        _discard_output()
 
 
 def _say(text: str) -> None:
     """One line on standard error."""
     if _is_rank0():
-        _clear()
-        print(f"gsoftmax: {text}", file=sys.stderr)
+        with contextlib.suppress(OSError):
+            _clear()
+            print(f"gsoftmax: {text}", file=sys.stderr, flush=True)
 
 
 def _is_rank0() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+    alone = int(os.environ.get("WORLD_SIZE") or 1) <= 1  # a scheduler may set RANK all the same
+    return alone or os.environ.get("RANK", "0") == "0"
 
 
 def _show_warning(message: Any, category: Any, *_: Any, **__: Any) -> None:
     _say(f"warning: {' '.join(str(message).split())}")
 
 
-def _terminate(number: int, frame: Any) -> None:
-    raise gsoftmax.distributed.Stopped("", number)
-
-
 def _one_line(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        error = ValueError(error.strerror.lower() + (f": {error.filename}" if error.filename else ""))
     more = "; `gsoftmax datasets` shows the layout" if "\n  layout:" in str(error) else ""
-    line = "".join(c if c.isprintable() else "\ufffd" for c in messages.first_line(error))  # no terminal escapes
+    line = "".join(c if c.isprintable() else "\ufffd" for c in messages.reason(error))  # no terminal escapes
     return (line if len(line) <= 600 else f"{line[:400]} ... {line[-150:]}") + more
 
 
@@ -121,8 +157,19 @@ def _ticker() -> Callable[[str], None] | None:
 
 
 def _clear() -> None:
+    for display in _displays:
+        display.clear()
     if ticker := _ticker():
         ticker("")
+
+
+def _display(args: argparse.Namespace) -> Display:
+    """Shows the progress of this command as its options and the terminal suit."""
+    if getattr(args, "json", False):
+        _displays.append(progress.Json(_tell))
+    else:
+        _displays.append((progress.Live if sys.stderr.isatty() else progress.Lines)(sys.stderr))
+    return _displays[-1]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -161,6 +208,7 @@ def parser() -> argparse.ArgumentParser:
 
     changes = argument("changes", nargs="*", metavar="key=value", help="configuration changes, as in epochs=30")
     data = argument("--data", metavar="DIR", help="folder of the published datasets")
+    events = argument("--json", action="store_true", help="print progress and results as JSON, one object a line")
     smoke = argument("--smoke", action="store_true", help="two epochs on small generated files of the same format")
     shorten = argument(
         "--shorten", type=float, default=1.0, metavar="F", help="divide epochs and the epochs of the schedule by F"
@@ -186,8 +234,10 @@ def parser() -> argparse.ArgumentParser:
         argument("--tune", type=int, metavar="N", help="tune every head over N trials on a validation split first"),
         argument("--space", help="what --tune varies: 'lr=log(0.01,0.5) feature_scale=0.25|1' (default: both)"),
         argument("--minutes", type=float, metavar="M", help="fewer trials, if --tune would take longer than this"),
+        argument("--only", metavar="K/N", help="train every Nth run from the Kth on; other processes train the rest"),
         argument("--out", help="folder of the runs (default: runs/NAME or runs/NAME-tuned); finished runs are kept"),
         data,
+        events,
     )
     add(
         _train,
@@ -197,6 +247,7 @@ def parser() -> argparse.ArgumentParser:
         data,
         argument("--resume", action="store_true", help="continue from the last checkpoint"),
         smoke,
+        events,
     )
     run_folder = argument("run_folder", metavar="RUN", help="folder of a finished run")
     head = argument("--head", metavar="CODE", help="a head of your own, package.module:ClassName, in which RUN trained")
@@ -318,18 +369,6 @@ def open_config(what: str, changes: dict[str, Any], data_root: str | None, short
     return recipes.shortened(base.override(chosen), shorten).override(changes)
 
 
-def _print_photos(first: config.Config, dataset: Any, runs: int, jobs: int | None) -> None:
-    """What was chosen for photos, and how long their runs will take."""
-    for note in dataset.notes:
-        print(note)
-    if first.image_size is None:
-        return
-    jobs = max(1, min(runs, jobs or gsoftmax.compare.default_jobs(first)))
-    each = gsoftmax.train.seconds_per_run(first, dataset)
-    times = f"{_duration(each)} per run, {_duration(-(-runs // jobs) * each)} for {runs} runs, {jobs} at a time"
-    print(f"{gsoftmax.photos.describe(first)}; {times}, as measured by a few steps", flush=True)
-
-
 def _duration(seconds: float) -> str:
     """
     >>> _duration(8), _duration(130), _duration(9000)
@@ -366,10 +405,13 @@ def _compare(args: argparse.Namespace) -> None:
     for option in ("space", "minutes"):
         if getattr(args, option) is not None and args.tune is None:
             raise ValueError(f"--{option} belongs to --tune")
+    if args.only is not None and args.tune is not None:
+        raise ValueError("--only cannot be used with --tune, whose trials depend on one another")
+    only = _part(args.only or "1/1")
     heads = gsoftmax.compare.split_heads(args.heads) if args.heads else None
     # One thread per run: --jobs decides how many cores are busy, and results do not depend on it.
     changes = {"threads": 1} | parse_changes(args.changes)
-    out = _folder(args.what if args.tune is None else f"{args.what}-tuned", args.out)
+    out = _out(args)
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     plan: Any
     if args.tune is not None:
@@ -380,30 +422,90 @@ def _compare(args: argparse.Namespace) -> None:
         options["space"] = gsoftmax.tune.parse_space(args.space) if args.space is not None else None
         tuning = gsoftmax.tune.Tuning(base, heads, seeds, out, **options)
         plan, names = tuning, list(tuning.defaults)
-        print(f"{tuning.comparison.dataset.summary()}; {', '.join(names)}; {args.tune} trials each -> {out}")
-        _print_photos(base, tuning.comparison.dataset, tuning.planned(args.tune), args.jobs)
+        _plan(args, tuning.comparison, f"{messages.plural(args.tune, 'trial')} each", tuning.planned(args.tune))
     elif rows := recipes.family(args.what):
         configs = gsoftmax.compare.of_rows(rows, heads, changes, args.shorten)
     else:
         base = open_config(args.what, changes, args.data, args.shorten)
         configs = gsoftmax.compare.of_heads(base, heads, args.data)
     if args.tune is None:
-        plan = gsoftmax.compare.Comparison(configs, seeds, out, args.data)
+        plan = gsoftmax.compare.Comparison(configs, seeds, out, args.data, only)
         names = plan.heads
-        print(f"{plan.dataset.summary()}; {', '.join(names)}; {args.seeds} seeds -> {out}")
-        _print_photos(configs[names[0]], plan.dataset, len(plan.tasks), args.jobs)
-    found = plan.run(args.jobs, _ticker())
+        _plan(args, plan, messages.plural(args.seeds, "seed"), len(plan.mine))
+    failed = None
+    try:
+        found = plan.run(args.jobs, _display(args))
+    except gsoftmax.workers.Failed as error:
+        failed, found = error, gsoftmax.summary.so_far(out)
+        if args.debug:
+            print(*filter(None, error.traces), sep="\n", file=sys.stderr)
     _clear()
-    made = gsoftmax.summary
+    if found is not None:
+        _show_comparison(args, found, f"{args.what}: {', '.join(names)}")
+    elif failed is None:
+        missing = sum(not gsoftmax.workers.is_done(task) for task in plan.tasks)
+        _tell(f"{messages.plural(missing, 'run')} of other processes missing; gsoftmax report {out} shows the others")
+    if failed is not None:
+        raise _Incomplete(f"{failed}; run the same command again to continue")
+
+
+def _part(text: str) -> tuple[int, int]:
+    """
+    >>> _part("2/8")
+    (2, 8)
+    """
+    if not (match := re.fullmatch(r"(\d+)/(\d+)", text)):
+        raise ValueError(f"--only is written K/N, as in 2/8, got {text!r}")
+    return int(match[1]), int(match[2])
+
+
+def _plan(args: argparse.Namespace, plan: Any, size: str, runs: int) -> None:
+    """Says what a comparison is going to do, in `runs` runs at most."""
+    first = plan.tasks[0].config
+    if args.json:
+        described = {"data": plan.dataset.summary(), "heads": plan.heads, "seeds": plan.seeds, "out": str(plan.out)}
+        _tell(json.dumps({"event": "comparison", **described, "epochs": first.epochs, "tune": args.tune}))
+        return
+    _tell(f"{plan.dataset.summary()}; {', '.join(plan.heads)}; {size} -> {plan.out}")
+    jobs = max(1, min(args.jobs or gsoftmax.workers.default_jobs(first), runs))
+    if args.tune is None:
+        mine, epochs = messages.plural(runs, "run"), messages.plural(first.epochs, "epoch")
+        part = f" of the {len(plan.tasks)} of this comparison" * (runs < len(plan.tasks))
+        finished = sum(map(gsoftmax.workers.is_done, plan.mine))
+        _tell(f"{mine}{part}, {epochs} each, {jobs} at a time; {finished} finished before")
+    for note in plan.dataset.notes:
+        _tell(note)
+    if first.image_size is not None:
+        each = gsoftmax.train.seconds_per_run(first, plan.dataset)
+        times = f"{_duration(each)} per run, {_duration(-(-runs // jobs) * each)} in all, as measured by a few steps"
+        _tell(f"{gsoftmax.photos.describe(first)}; {times}")
+
+
+def _show_comparison(args: argparse.Namespace, found: Any, title: str) -> None:
+    """Writes the page, then prints the tables: where nobody reads them the page is there."""
+    made, out = gsoftmax.summary, _out(args)
+    title += f" ({found['incomplete']})" if "incomplete" in found else ""
+    page, shown = None, ""
+    try:
+        with gsoftmax.workers.locked_when_free(out):
+            page = shown = str(gsoftmax.report.write_page(found, out, title))
+    except ValueError as error:  # the runs and their numbers are there all the same
+        shown = f"no page was written: {error}"
+    if args.json:
+        told = {"path": page, "verdicts": made.verdicts(found), "incomplete": found.get("incomplete")}
+        _tell(json.dumps({"event": "report", **told}))
+        return
     for table in (*made.tuning_tables(found), made.means(found), *made.differences(found)):
         print(f"\n{table.text()}")
     print()
     for sentence in filter(None, (*made.verdicts(found), made.correction(found))):
         print(textwrap.fill(tables.plain(sentence), 100, subsequent_indent="  "))
-    try:
-        print(f"\n{gsoftmax.report.write_page(found, out, f'{args.what}: {chr(44).join(names)}')}")
-    except ValueError as error:  # the runs and their numbers are there all the same
-        print(f"\nno page was written: {error}")
+    print(f"\n{shown}")
+
+
+def _out(args: argparse.Namespace) -> Path:
+    """The folder of a comparison."""
+    return _folder(args.what if args.tune is None else f"{args.what}-tuned", args.out)
 
 
 def _train(args: argparse.Namespace) -> None:
@@ -417,6 +519,9 @@ def _train(args: argparse.Namespace) -> None:
     out = _folder(args.what, args.out)
     result = _run_recipe(args, args.what, out, args.resume)
     if not _is_rank0():
+        return
+    if args.json:
+        _tell(json.dumps({"event": "result", "run": str(out), "smoke": args.smoke, "metrics": result}))
         return
     for key in ("error", "mAP", "compactness", "separability", "ratio", "nll", "ece", "seconds"):
         if key in result:
@@ -442,7 +547,7 @@ def _run_recipe(args: argparse.Namespace, what: str, out: Path, resume: bool) ->
                 base = base.override({"data": gsoftmax.data.write_smoke(base.data, root)})
             elif not args.smoke:
                 base = open_config(what, parse_changes(args.changes), root)
-            return gsoftmax.train.train(base, out, data_root=root, resume=resume, progress=_ticker())
+            return gsoftmax.train.train(base, out, data_root=root, resume=resume, progress=_display(args))
     finally:
         _clear()
 
@@ -539,7 +644,7 @@ def _reproduce(args: argparse.Namespace) -> None:
             gsoftmax.data.write_smoke(name, root)
         todo = reproduce.tasks(rows, range(args.seeds), args.out, plan, root)
         try:
-            gsoftmax.compare.run_tasks(todo, args.jobs, _ticker())
+            gsoftmax.workers.run_tasks(todo, args.jobs, _display(args))
         finally:
             _clear()
     if _is_rank0():
@@ -572,7 +677,18 @@ def _report(args: argparse.Namespace) -> None:
         made, paths = report.write_paper_tables(args.paper, args.out or "paper-tables", split_words(args.tables))
         print("\n\n".join(table.text() for table in made), *paths, sep="\n")
     else:
-        _write_report(args, report.from_runs(args.runs), args.runs[0] if len(args.runs) == 1 else "report")
+        _write_report(args, _document(args.runs), args.runs[0] if len(args.runs) == 1 else "report")
+
+
+def _document(runs: Sequence[str]) -> Any:
+    """The document of runs, or of a comparison with as many runs as it has by now."""
+    found = gsoftmax.summary.so_far(runs[0]) if len(runs) == 1 else None
+    if found is None:
+        return gsoftmax.report.from_runs(runs)
+    title, incomplete = Path(runs[0]).resolve().name, found.get("incomplete")
+    doc = gsoftmax.report.from_comparison(found, runs[0], f"{title} ({incomplete})" if incomplete else title)
+    doc["notes"][:0] = [incomplete] if incomplete else []
+    return doc
 
 
 def _write_report(args: argparse.Namespace, doc: Any, out: str) -> None:

@@ -1,5 +1,6 @@
 """Heads x seeds under identical conditions, with intervals and tests of the differences.
 
+out/comparison.json    heads and seeds
 out/HEAD/seed-0/ ...   the runs (see gsoftmax.train)
 out/summary.json       every number of the tables
 out/report.html        the page
@@ -7,41 +8,27 @@ out/report.html        the page
 
 from __future__ import annotations
 
-import functools
-import multiprocessing
+import json
 import os
 import re
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from . import build, measures, photos
+from . import build, photos
 from .config import Config, parse_head
 from .data import Dataset
-from .distributed import Stopped
-from .files import atomic_write, locked, refuse_link
+from .files import atomic_write, refuse_link
 from .heads import DEFAULT, HEADS
+from .progress import Event
 from .recipes import Recipe, shortened
-from .runs import differences, folder_name, read_config, read_result
-from .summary import summarise
-from .train import Diverged, train
+from .runs import folder_name
+from .summary import PLAN, summarise
+from .workers import Task, is_done, locked_when_free, run_tasks
 
-__all__ = ["Comparison", "Task", "compare", "of_heads", "of_rows", "run_tasks", "split_heads"]
-
-
-class Task(NamedTuple):
-    """One run of a comparison."""
-
-    config: Config  # with the run's head and seed
-    out: Path  # its folder
-    data_root: str | None  # where the datasets are
-    may_diverge: bool = False  # a run that diverges is finished, without a result
+__all__ = ["Comparison", "compare", "of_heads", "of_rows", "split_heads"]
 
 
 class Comparison:
@@ -51,6 +38,7 @@ class Comparison:
     seeds: a number of seeds, from 0 on, or the seeds
     out: the folder of all runs
     data_root: where the datasets are
+    only: (K, N) for every Nth run from the Kth on; other processes train the others
     """
 
     def __init__(
@@ -59,6 +47,7 @@ class Comparison:
         seeds: int | Sequence[int],
         out: str | os.PathLike[str],
         data_root: str | None = None,
+        only: tuple[int, int] = (1, 1),
     ) -> None:
         self.heads, self.out = list(configs), Path(out)
         self.seeds = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
@@ -70,19 +59,33 @@ class Comparison:
             for seed in self.seeds
             for name, config in configs.items()
         ]
+        if not 1 <= only[0] <= only[1]:
+            raise ValueError(f"only must be K/N with K from 1 to N, got {only[0]}/{only[1]}")
+        self.mine = self.tasks[only[0] - 1 :: only[1]]
         _validate(list(configs.values()), self.dataset)
         for task in self.tasks:
             refuse_link(task.out.parent, task.out)
 
-    def run(self, jobs: int | None = None, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
-        """Trains what is not done yet and returns the summary.
+    def run(self, jobs: int | None = None, progress: Callable[[Event], None] | None = None) -> dict[str, Any] | None:
+        """Trains what is not done yet, and returns the summary; None if runs of other processes are missing.
 
         jobs: parallel runs, by default one per core or GPU
-        progress: called with lines of text about the runs
+        progress: called with events (see `gsoftmax.progress`)
+
+        Several processes may do this in one folder.  Raises `gsoftmax.workers.Failed`, at the end, if runs failed.
         """
-        with locked(self.out):
-            run_tasks(self.tasks, jobs, progress)
+        self.write_plan()
+        run_tasks(self.mine, jobs, progress)
+        if not all(map(is_done, self.tasks)):
+            return None
+        with locked_when_free(self.out):
             return summarise(self.out, self.heads, self.seeds)
+
+    def write_plan(self) -> None:
+        """Writes heads and seeds, from which `gsoftmax report` knows what is missing."""
+        plan = json.dumps({"heads": self.heads, "seeds": self.seeds}, indent=2)
+        with locked_when_free(self.out):
+            atomic_write(self.out / PLAN, plan)
 
 
 def compare(
@@ -93,14 +96,16 @@ def compare(
     *,
     data_root: str | None = None,
     jobs: int | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[Event], None] | None = None,
 ) -> dict[str, Any]:
     """Trains every head with every seed, skipping what is done, and returns the summary.
 
     base, heads: as in `of_heads`
     seeds, out, data_root: as in `Comparison`; jobs, progress: as in `Comparison.run`
     """
-    return Comparison(of_heads(base, heads, data_root), seeds, out, data_root).run(jobs, progress)
+    summary = Comparison(of_heads(base, heads, data_root), seeds, out, data_root).run(jobs, progress)
+    assert summary is not None  # all runs are its own
+    return summary
 
 
 def of_heads(base: Config, heads: Sequence[str] | None = None, data_root: str | None = None) -> dict[str, Config]:
@@ -185,130 +190,3 @@ def _validate(configs: Sequence[Config], dataset: Dataset) -> None:
         for config in configs:
             head = build.head(config, dataset, backbone.num_features)
             build.optimizer(config, build.Network(backbone, head))
-
-
-DIVERGED = "diverged.txt"  # in the folder of a run that may diverge, and did
-
-
-def _done(task: Task) -> bool:
-    if read_result(task.out) is None and not (task.may_diverge and (task.out / DIVERGED).exists()):
-        return False
-    if read_config(task.out) is None:
-        raise ValueError(f"{task.out} contains a result without config.json; choose another --out")
-    if differing := differences(task.out, task.config, build.fingerprints(task.config, task.data_root)):
-        raise ValueError(f"{task.out} contains a run with {differing}; choose another --out")
-    return True
-
-
-def run_tasks(tasks: Sequence[Task], jobs: int | None = None, progress: Callable[[str], None] | None = None) -> None:
-    """Runs the tasks that are not finished yet.
-
-    tasks: a finished one with another configuration in its folder is an error before anything runs
-    jobs: parallel runs, by default one per core or GPU
-    progress: called with lines of text, one per run or, for one run at a time, one per batch
-    """
-    todo, start = [task for task in tasks if not _done(task)], time.perf_counter()
-    for count, task in enumerate(_run_all(todo, jobs, progress), start=1):
-        if progress is not None:
-            result = read_result(task.out) or {}
-            headline = measures.headline("mAP" in result)
-            value = headline.scale * result.get(headline.key, float("nan"))
-            left = (time.perf_counter() - start) / count * (len(todo) - count)
-            progress(f"{count}/{len(todo)}  {_name(task)}  {headline.title} {value:.2f}  {left:.0f} s left")
-
-
-def default_jobs(config: Config) -> int:
-    """Parallel runs where nobody says how many: one per GPU, or per core.
-
-    config: of one of the runs
-    """
-    return _gpus(config) or os.cpu_count() or 1
-
-
-def _gpus(config: Config) -> int:
-    return torch.cuda.device_count() if build.pick_device(config.device).type == "cuda" else 0
-
-
-def _name(task: Task) -> str:
-    return f"{task.config.head_text()} seed {task.config.seed}"
-
-
-def _run_all(tasks: Sequence[Task], jobs: int | None, progress: Callable[[str], None] | None = None) -> Iterator[Task]:
-    """Runs tasks, `jobs` at a time, and yields each when it finishes."""
-    if not tasks:
-        return
-    gpus = _gpus(tasks[0].config)
-    jobs = min(jobs or default_jobs(tasks[0].config), len(tasks))
-    if jobs == 1:
-        for count, task in enumerate(tasks, start=1):
-            name = f"{count}/{len(tasks)}  {_name(task)}"
-            _run(task, progress=progress and functools.partial(_prefixed, progress, name))
-            yield task
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_follow, initargs=(os.getpid(),)) as pool:
-        futures = {}
-        try:
-            for i, task in enumerate(tasks):
-                futures[pool.submit(_run_in_pool, task, i % gpus if gpus else None)] = task
-            for future in as_completed(futures):
-                future.result()
-                yield futures[future]
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            for process in list(pool._processes.values()):
-                process.terminate()  # which makes a run save its state
-            raise
-
-
-def _follow(parent: int) -> None:
-    """Sets up a worker of the pool: it ignores Ctrl-C, which its parent handles, and dies with its parent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _note)
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-_stopped: list[int] = []  # signals that this worker has seen
-_busy: list[bool] = []
-
-
-def _note(number: int, frame: object) -> None:
-    """Handles SIGTERM outside the loop of a run: remembers it, and ends what the worker does."""
-    _stopped.append(number)
-    if _busy:
-        raise Stopped("", number)
-
-
-def _run_in_pool(task: Task, gpu: int | None) -> None:
-    if _stopped:  # the pool prefetches tasks that cannot be cancelled
-        raise Stopped("", _stopped[0])
-    _busy.append(True)
-    try:
-        _run(task, gpu)
-    except KeyboardInterrupt as stopped:
-        _stopped.append(getattr(stopped, "signal_number", signal.SIGINT))
-        raise
-    finally:
-        _busy.clear()
-
-
-def _run(task: Task, gpu: int | None = None, progress: Callable[[str], None] | None = None) -> None:
-    config = task.config if gpu is None else task.config.override({"device": f"cuda:{gpu}"})
-    resume = (task.out / "config.json").exists()
-    try:
-        train(config, task.out, data_root=task.data_root, resume=resume, progress=progress)
-    except Diverged as error:
-        if not task.may_diverge:
-            raise
-        atomic_write(task.out / DIVERGED, f"{error}\n")
-
-
-def _prefixed(progress: Callable[[str], None], name: str, line: str) -> None:
-    progress(f"{name}  {line}")

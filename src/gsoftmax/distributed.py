@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,6 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from .messages import first_line
+from .stopping import Requests
 
 T = TypeVar("T")
 
@@ -56,17 +55,6 @@ ALONE = World()
 
 class LostProcess(RuntimeError):
     """Another process of the run died."""
-
-
-class Stopped(KeyboardInterrupt):
-    """A signal asked the run to stop, and it saved its state first."""
-
-    def __init__(self, where: str, signal_number: int = signal.SIGINT) -> None:
-        super().__init__(where, signal_number)
-        self.where, self.signal_number = where, signal_number
-
-    def __str__(self) -> str:
-        return self.where
 
 
 def launch() -> str | None:
@@ -240,15 +228,17 @@ def gather_rows(rows: Tensor, positions: list[Tensor], world: World) -> Tensor:
 class Watch:
     """Signals and the clock, seen by all processes after the same batch.
 
-    The first SIGINT or SIGTERM asks for a checkpoint and the end, a second one stops at once.  Every `minutes` rank 0
-    asks for a checkpoint.  Requests are exchanged asynchronously and take effect one batch later.
+    The first signal asks for a checkpoint and the end, a second one stops at once.  Every `minutes` rank 0 asks for a
+    checkpoint.  Requests are exchanged asynchronously and take effect one batch later.  With `stop` this process's
+    signals are left alone, and the number that it returns is the request.
     """
 
     GO_ON, SAVE, STOP = 0, 1, 2
 
-    def __init__(self, world: World, minutes: float) -> None:
+    def __init__(self, world: World, minutes: float, stop: Callable[[], int] | None = None) -> None:
         self.world, self.minutes = world, minutes
-        self.signal_number = 0
+        self._signals = Requests()
+        self._stop = stop
         self._last = time.monotonic()
         self._flag = torch.zeros((), dtype=torch.int64)
         self._asked: Any = None
@@ -257,27 +247,23 @@ class Watch:
         if world.size > 1:
             self._group = dist.new_group(backend="gloo", timeout=CONNECT)
             _set_timeout(ANSWER, self._group)
-        self._before: dict[int, Any] = {}
+
+    @property
+    def signal_number(self) -> int:
+        """Of the signal that asks this process to stop; 0 if there is none."""
+        return self._signals.number if self._stop is None else self._stop()
 
     def __enter__(self) -> Watch:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                if signal.getsignal(number) is not signal.SIG_IGN:  # as for nohup, and for the workers of a pool
-                    self._before[number] = signal.signal(number, self._note)
+        if self._stop is None:
+            self._signals.__enter__()
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None and self._asked is not None:
             self._asked.wait()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        if kind is None and self.signal_number and self._before:
-            signal.raise_signal(self.signal_number)  # too late to stop this run: re-raised for the caller
-
-    def _note(self, number: int, frame: object) -> None:
-        if self.signal_number:
-            raise KeyboardInterrupt
-        self.signal_number = number
+        self._signals.__exit__()
+        if kind is None:
+            self._signals.pass_on()  # too late to stop this run
 
     def saved(self) -> None:
         self._last = time.monotonic()

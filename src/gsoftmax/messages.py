@@ -28,3 +28,22 @@ def unknown(kind: str, word: str, choices: Iterable[str]) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type where it has no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong, in one line; errors of the system without their number.
+
+    >>> reason(FileNotFoundError(2, "No such file or directory", "x.npz"))
+    'no such file or directory: x.npz'
+    """
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.lower() + (f": {error.filename}" if error.filename else "")
+    return first_line(error)
+
+
+def plural(count: int, noun: str) -> str:
+    """
+    >>> plural(1, "seed"), plural(2000, "run")
+    ('1 seed', '2,000 runs')
+    """
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")

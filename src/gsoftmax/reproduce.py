@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from . import measures, significance
-from .compare import Task
 from .config import Config
 from .messages import did_you_mean
 from .recipes import Recipe, recipes, shortened
 from .runs import read_config, read_environment, read_result, read_rows
 from .tables import Cell, Shown, Table
+from .workers import Task
 
 __all__ = ["Plan", "Seed", "best_epoch", "find_rows", "folder", "label", "read_seeds", "table", "tasks"]
 

@@ -6,6 +6,7 @@ verdicts use the corrected ones.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ import numpy as np
 
 from . import measures, significance
 from .files import atomic_write, sealed
+from .messages import first_line, plural
 from .runs import folder_name, read_result
 from .tables import Cell, Shown, Table, decimals, p_value, plus_minus, signed
 
@@ -27,12 +29,14 @@ __all__ = [
     "differences",
     "means",
     "paired_cells",
+    "so_far",
     "summarise",
     "summary_of",
     "tuning_tables",
     "verdicts",
 ]
 
+PLAN = "comparison.json"  # heads and seeds of a comparison's folder
 _SHOWN, _SPREADS = 0.5, (0.25, 0.5, 1.0)  # points of a difference, and of its standard deviation over seeds
 PAIRED = ("difference", "95 % from", "to", "t", "p", "p, Holm", "n")
 
@@ -47,6 +51,48 @@ def summarise(
     summary = summary_of(results, seeds) | dict(more or {})
     atomic_write(Path(out) / "summary.json", json.dumps(sealed(summary), indent=2))
     return summary
+
+
+def so_far(out: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """The summary of a comparison's finished runs; None without a plan, or if summary.json has them all.
+
+    out: the folder
+
+    While runs are missing, it is of the seeds that all heads have finished, or else of the heads that have finished one
+    seed, and says under `incomplete` how many runs there are.
+    """
+    path = Path(out) / PLAN
+    if not path.exists():
+        return None
+    try:
+        plan = json.loads(path.read_bytes())
+        heads, seeds = plan["heads"], plan["seeds"]
+        if not all(type(s) is int for s in seeds) or any(folder_name(h) in ("", ".", "..") for h in heads):
+            raise ValueError("heads must be names and seeds whole numbers")
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} is not the plan of a comparison: {first_line(error)}") from None
+    found = {(h, s): read_result(Path(out) / folder_name(h) / f"seed-{s}") for s in seeds for h in heads}
+    results = {key: result for key, result in found.items() if result is not None}
+    if len(results) == len(found):
+        written = _read(Path(out) / "summary.json")
+        same = written.get("heads") == heads and written.get("seeds") == seeds
+        return None if same else summary_of({h: [results[h, s] for s in seeds] for h in heads}, seeds)
+    incomplete = f"{len(results)} of {plural(len(found), 'run')}"
+    if not results:
+        return None
+    whole = [s for s in seeds if all((h, s) in results for h in heads)]
+    if not whole:
+        whole = [max(seeds, key=lambda s: sum((h, s) in results for h in heads))]
+        heads = [h for h in heads if (h, whole[0]) in results]
+    summary = summary_of({h: [results[h, s] for s in whole] for h in heads}, whole)
+    return summary | {"incomplete": f"incomplete: {incomplete} finished"}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(path.read_bytes())
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def summary_of(results: Mapping[str, Sequence[Mapping[str, Any]]], seeds: Sequence[int]) -> dict[str, Any]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 import os
 import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,9 +20,11 @@ from . import build, distributed, evaluation, models, photos, sharded
 from .config import Config
 from .data import Dataset
 from .data.seeded import mix
-from .distributed import Stopped, Watch, World
+from .distributed import Watch, World
 from .messages import first_line
+from .progress import Event
 from .runs import RunFolder, finished, read_environment
+from .stopping import Stopped
 
 __all__ = ["Diverged", "seconds_per_run", "train"]
 
@@ -37,16 +39,18 @@ def train(
     *,
     data_root: str | os.PathLike[str] | None = None,
     resume: bool = False,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[Event], None] | None = None,
+    stop: Callable[[], int] | None = None,
 ) -> dict[str, Any]:
     """Trains, evaluates, writes the run folder and returns the final metrics.
 
     config, data_root: what to train, and where the datasets are
     out, resume: the run folder (None to write nothing), and whether to continue from its newest checkpoint; a finished
         run is not trained again
-    progress: called with one line of text per batch
+    progress: called with a `step` (see `gsoftmax.progress`) after every batch, on a GPU after every epoch
+    stop: called after every batch; a signal's number ends the run as that signal does, and real ones are left alone
 
-    Under torchrun the processes share every batch.  SIGINT and SIGTERM save the state and raise `Stopped`.
+    Under torchrun the processes share every batch.  SIGINT, SIGTERM and SIGHUP save the state and raise `Stopped`.
     """
     if out is not None and importlib.util.find_spec("safetensors") is None:  # needed at the end, checked early
         raise ValueError("a run folder needs safetensors, which is not installed: pip install 'gsoftmax[train]'")
@@ -75,7 +79,7 @@ def train(
                 described["torchrun"] = distributed.launch()
             run.folder = distributed.only_rank0(world, RunFolder, out, config, described, resume)
             stack.enter_context(run.folder or nullcontext())
-            run.watch = stack.enter_context(Watch(world, config.checkpoint_minutes))
+            run.watch = stack.enter_context(Watch(world, config.checkpoint_minutes, stop))
             run.restore()
         if config.cuda_graphs and device.type == "cuda":
             inputs, _ = next(build.train_batches(dataset, config, 1))
@@ -129,7 +133,7 @@ class Run:
     parts: build.Parts
     device: torch.device
     world: World
-    progress: Callable[[str], None] | None
+    progress: Callable[[Event], None] | None
     folder: RunFolder | None = None  # on rank 0
     watch: Watch | None = None  # where there is a folder, on every rank
     # the position
@@ -327,9 +331,10 @@ class Run:
         self.losses = list(losses if self.world.first else torch.zeros_like(losses))  # they are summed over ranks
 
     def show(self, batch: int, loss: float) -> None:
-        """One line of progress: epoch, loss, speed and time left."""
+        """Tells epoch, loss, speed and time left."""
         assert self.progress is not None
-        config, epoch, spent = self.config, self.epoch + 1, self.seconds
-        left = spent / self.seen * config.batch_size * ((config.epochs - epoch + 1) * self.batches - batch)
-        speed = f"{self.seen / max(spent, 1e-9):,.0f}/s"
-        self.progress(f"epoch {epoch}/{config.epochs}  loss {loss:.4f}  {speed}  {timedelta(seconds=round(left))} left")
+        config, spent, total = self.config, self.seconds, self.config.epochs * self.batches
+        done = self.epoch * self.batches + batch
+        told = {"epoch": self.epoch + 1, "epochs": config.epochs, "loss": loss if math.isfinite(loss) else None}
+        told |= {"rate": self.seen / max(spent, 1e-9), "left": spent / self.seen * config.batch_size * (total - done)}
+        self.progress({"event": "step", **told, "done": done / total})

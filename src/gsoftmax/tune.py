@@ -30,11 +30,13 @@ import numpy as np
 import torch
 
 from . import build, measures, photos
-from .compare import Comparison, Task, of_heads, run_tasks
+from .compare import Comparison, of_heads
 from .config import Config, parse_head, parse_value
 from .files import atomic_write, locked, read_json
+from .progress import Event
 from .runs import folder_name, keep_metrics, read_result
 from .summary import summarise
+from .workers import Task, Workers
 
 __all__ = ["Domain", "Tuning", "default_space", "parse_space", "tune"]
 
@@ -244,26 +246,27 @@ class Tuning:
         total += SWEEP_SEEDS * sum(map(len, self.swept.values()))
         return len(self.defaults) * (total + (1 + self.untuned) * len(self.comparison.seeds))
 
-    def run(self, jobs: int | None = None, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
+    def run(self, jobs: int | None = None, progress: Callable[[Event], None] | None = None) -> dict[str, Any]:
         """Trains what is not done yet and returns the summary, with what was tuned under `tuning`.
 
         jobs, progress: as in `Comparison.run`
         """
-        with locked(self.out):
+        with locked(self.out / "tuning"), Workers(jobs, progress) as workers:
             atomic_write(self.out / PLAN, json.dumps(self.plan, indent=2))
             asked = len(next(iter(self.trials.values())))
-            self._fit_budget(jobs, progress)
+            self._fit_budget(workers)
             kept = {name: list(found) for name, found in self.trials.items()}
             for number in range(ROUNDS):
                 if number:
                     kept = {name: self._better_half(found) for name, found in kept.items()}
-                self._evaluate(kept, 2**number, jobs, progress)
+                self._evaluate(kept, 2**number, workers, f"tuning, round {number + 1} of {ROUNDS}")
             best = {name: self._ranked(found)[0] for name, found in kept.items()}
             sweeps = {name: self._sweeps(name, trial) for name, trial in best.items()}
             if any(sweeps.values()):
                 flat = {name: [t for _, t in found] for name, found in sweeps.items()}
-                self._evaluate(flat, SWEEP_SEEDS, jobs, progress, "sweep")
-            run_tasks(self._finalists(best), jobs, progress)
+                self._evaluate(flat, SWEEP_SEEDS, workers, "sweep")
+            self.comparison.write_plan()
+            workers.run(self._finalists(best), "chosen settings")
             heads, seeds = list(self.defaults), self.comparison.seeds
             summary = summarise(self.out, heads, seeds, {"tuning": self._told(best, sweeps, asked)})
             atomic_write(self.out / "tuning.json", json.dumps(summary["tuning"], indent=2))
@@ -280,7 +283,7 @@ class Tuning:
                 found.append((key, _Trial(i, settings, config, folder, [])))
         return found
 
-    def _fit_budget(self, jobs: int | None, progress: Callable[[str], None] | None) -> None:
+    def _fit_budget(self, workers: Workers) -> None:
         """Fewer trials if the rest would not fit into the budget, judged by the time of the default settings."""
         if self.minutes is None:
             return
@@ -291,7 +294,8 @@ class Tuning:
                 raise ValueError(f"{path} must have a number of trials, got {allowed!r}")
         else:
             start = time.perf_counter()
-            self._evaluate({name: found[:1] for name, found in self.trials.items()}, 1, jobs, progress)
+            first = {name: found[:1] for name, found in self.trials.items()}
+            self._evaluate(first, 1, workers, "default settings")
             spent = time.perf_counter() - start
             each, count = spent / len(self.defaults), len(next(iter(self.trials.values())))
             fits = [n for n in range(1, count + 1) if each * self.planned(n) <= 60 * self.minutes]
@@ -299,14 +303,7 @@ class Tuning:
             atomic_write(path, json.dumps({"trials": allowed, "minutes": self.minutes, "seconds per run": each}))
         self.trials = {name: found[:allowed] for name, found in self.trials.items()}
 
-    def _evaluate(
-        self,
-        kept: Mapping[str, Sequence[_Trial]],
-        seeds: int,
-        jobs: int | None,
-        progress: Callable[[str], None] | None,
-        word: str = "tuning",
-    ) -> None:
+    def _evaluate(self, kept: Mapping[str, Sequence[_Trial]], seeds: int, workers: Workers, stage: str) -> None:
         """Trains trials with the first `seeds` seeds and reads their results."""
         most = max(map(len, kept.values()))
         tasks = [  # trials outermost, so that heads advance alike
@@ -316,8 +313,7 @@ class Tuning:
             for t in found[i : i + 1]
             for k in range(seeds)
         ]
-        told = progress and (lambda line: progress(f"{word}, seed {seeds}  {line}"))
-        run_tasks(tasks, jobs, told)
+        workers.run(tasks, stage)
         worst = math.inf if self.measure.smaller_is_better else -math.inf
         for found in kept.values():
             for t in found:
@@ -396,7 +392,7 @@ def tune(
     untuned: bool = True,
     data_root: str | None = None,
     jobs: int | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[Event], None] | None = None,
 ) -> dict[str, Any]:
     """Tunes every head alike, compares them on the test set, and returns the summary.
 

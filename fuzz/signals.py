@@ -1,0 +1,246 @@
+"""Signals and kills at every moment of `gsoftmax compare` and `train`: what happened, as a table.
+
+    python -m fuzz.signals results/signals.json
+
+A cell is a command that is started, hit at a moment, and watched: its processes must be gone in ten seconds (two after a
+second signal), its status is 128 + n, one line says how to go on, and the same command, run again, ends with the bits
+of a run that nobody disturbed.  Moments are read from the files of the runs.  The commands are forked from this process,
+which has imported torch already; the workers of a comparison are real ones, as always.  Linux only: it reads /proc.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from gsoftmax import build, cli, compare, report, runs, train
+
+SIGNALS = {"INT": signal.SIGINT, "TERM": signal.SIGTERM, "HUP": signal.SIGHUP}
+MOMENTS = ("loading", "training", "checkpoint", "evaluating", "report")
+SETTINGS = ["digits", "device=cpu", "threads=1", "epochs=2", "batch_size=16"]
+COMPARE = ["compare", *SETTINGS, "--heads", "softmax,gsoftmax", "--seeds", "1", "--jobs", "2"]
+TRAIN = ["train", *SETTINGS, "head=gsoftmax"]
+PATIENCE = 120.0  # seconds until the moment comes
+LIMIT, AT_ONCE = 10.0, 2.0  # seconds after one signal, and after the second
+AGAIN = 0.7  # seconds between the two
+
+
+@dataclass
+class Cell:
+    """What was done to a command, and what happened."""
+
+    command: str
+    moment: str
+    signal: str  # INT, TERM, HUP, KILL; 2 behind it for two of them
+    target: str  # parent, group, worker
+    status: int | None = None  # as a shell shows it
+    seconds: float = 0.0  # from the last signal to the end of the last process
+    orphans: int = 0
+    line: str = ""  # what was said last
+    same: bool = False  # whether the same command ended with the same bits
+    wrong: str = ""  # what should not have happened
+
+    @property
+    def name(self) -> str:
+        return f"{self.command} {self.moment} {self.signal} {self.target}"
+
+
+def cells() -> Iterator[Cell]:
+    """All cells of the table."""
+    for moment in MOMENTS:
+        for number in SIGNALS:
+            for twice in ("", "2"):
+                for target in ("parent", "group", *(["worker"] if moment != "report" else [])):
+                    yield Cell("compare", moment, number + twice, target)
+    for moment in MOMENTS:
+        yield Cell("compare", moment, "KILL", "parent")
+    for moment in MOMENTS[:-1]:
+        yield Cell("compare", moment, "KILL", "worker")
+        for number in SIGNALS:
+            yield Cell("train", moment, number, "parent")
+
+
+class Program:
+    """A gsoftmax command, forked, in a session of its own."""
+
+    def __init__(self, argv: list[str], said: Path) -> None:
+        self.pid = os.fork()
+        if self.pid:
+            return
+        os.setsid()
+        for number in SIGNALS.values():
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        with open(said, "wb", 0) as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        status = 70
+        try:
+            status = cli.main(argv)
+            sys.stdout.flush()
+        finally:
+            os._exit(status)
+
+    def workers(self) -> list[int]:
+        with contextlib.suppress(FileNotFoundError):
+            return [int(c) for c in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
+        return []
+
+    def ended(self) -> int | None:
+        """The status as a shell shows it, None while the process runs."""
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        if not pid:
+            return None
+        code = os.waitstatus_to_exitcode(status)
+        return code if code >= 0 else 128 - code
+
+
+def alive(session: int) -> list[int]:
+    """The processes of a session, but for those that have ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, held = path.read_text().rpartition(") ")[2].split()[:4]
+            if int(held) == session and state != "Z":
+                found.append(int(path.parent.name))
+    return found
+
+
+def reached(moment: str, out: Path) -> Callable[[], bool]:
+    """Whether a moment has come, as the files say."""
+
+    def rows() -> int:
+        return max((p.read_bytes().count(b"\n") for p in out.rglob("metrics.jsonl")), default=0)
+
+    return {
+        "loading": lambda: out.exists(),
+        "training": lambda: bool(list(out.rglob("config.json"))),
+        "checkpoint": lambda: any("partial" in p.name or p.suffix == ".pt" for p in out.rglob("checkpoint/*")),
+        "evaluating": lambda: rows() >= 2,
+        "report": lambda: (out / "summary.json").exists(),
+    }[moment]
+
+
+def hit(cell: Cell, folder: Path, expected: dict[str, bytes]) -> None:
+    """Runs a cell."""
+    out, said = folder / "out", folder / "said"
+    argv = [*(COMPARE if cell.command == "compare" else TRAIN), "--out", str(out)]
+    number = signal.SIGKILL if cell.signal == "KILL" else SIGNALS[cell.signal.removesuffix("2")]
+    program, come = Program(argv, said), reached(cell.moment, out)
+    try:
+        end = time.monotonic() + PATIENCE
+        while not come() or (cell.target == "worker" and not program.workers()):
+            if program.ended() is not None or time.monotonic() > end:
+                cell.wrong = "the moment did not come"
+                return
+            time.sleep(0.001)
+        if cell.moment == "loading":  # workers import torch, or the data is read
+            time.sleep(random.uniform(0.0, 2.0 if cell.command == "compare" else 0.02))
+        target = random.choice(program.workers()) if cell.target == "worker" else program.pid
+        for send in range(2 if cell.signal.endswith("2") else 1):
+            if send:
+                time.sleep(AGAIN)
+            with contextlib.suppress(ProcessLookupError):
+                (os.killpg if cell.target == "group" else os.kill)(target, number)
+        start = time.monotonic()
+        killed_worker = cell.signal == "KILL" and cell.target == "worker"
+        limit = PATIENCE if killed_worker else AT_ONCE if cell.signal.endswith("2") else LIMIT
+        while (cell.status is None or alive(program.pid)) and time.monotonic() - start < limit:
+            cell.status = program.ended() if cell.status is None else cell.status
+            time.sleep(0.005)
+        cell.seconds, cell.orphans = round(time.monotonic() - start, 2), len(alive(program.pid))
+    finally:
+        for pid in alive(program.pid):
+            os.kill(pid, signal.SIGKILL)
+        if cell.status is None:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(program.pid, 0)
+    words = said.read_text("utf-8", errors="replace")
+    cell.line = next((line for line in reversed(words.splitlines()) if line.startswith("gsoftmax: ")), "")
+    if cell.status is None or cell.orphans:
+        cell.wrong = f"{cell.orphans} processes after {cell.seconds} s"
+    elif killed_worker:
+        if cell.status != 1 or "SIGKILL" not in cell.line:
+            cell.wrong = "the lost run was not reported"
+    elif cell.status not in (128 + number, 0) or (cell.status == 0 and cell.moment != "report"):
+        cell.wrong = f"status {cell.status}"
+    elif "Traceback" in words:
+        cell.wrong = "a traceback"
+    elif cell.status and cell.signal != "KILL" and "to continue" not in cell.line:
+        cell.wrong = "no line says how to go on"
+    again = [*argv, "--resume"] if cell.command == "train" and (out / "config.json").exists() else argv
+    if cell.command == "compare":
+        again = [*again[:-4], "--jobs", "1", "--out", str(out)]  # in one process: the result is the same
+    program = Program(again, said)
+    while (status := program.ended()) is None:
+        time.sleep(0.01)
+    cell.same = status == 0 and contents(out) == expected
+    if not cell.same:
+        cell.wrong = cell.wrong or f"continued: status {status}, other bits\n{said.read_text('utf-8')}"
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    """What must not change: the models and the outputs of all runs."""
+    return {p.relative_to(out).as_posix(): p.read_bytes() for p in sorted(out.rglob("*.safetensors"))}
+
+
+def undisturbed(command: str, folder: Path) -> dict[str, bytes]:
+    """The files of a command that nobody disturbs."""
+    argv = [*(COMPARE[:-2] + ["--jobs", "1"] if command == "compare" else TRAIN), "--out", str(folder)]
+    program = Program(argv, folder.with_suffix(".said"))
+    while (status := program.ended()) is None:
+        time.sleep(0.01)
+    assert status == 0, folder.with_suffix(".said").read_text("utf-8")
+    return contents(folder)
+
+
+def run(todo: list[Cell], told: Callable[[Cell], None] = lambda cell: None) -> list[Cell]:
+    """Runs cells and returns them, with what happened.
+
+    todo, told: the cells, and what is called after each
+    """
+    random.seed(0)
+    torch.set_num_threads(1)
+    for module in (build, compare, report, train, runs):  # imported before the forks
+        assert module
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        expected = {name: undisturbed(name, folder / name) for name in {cell.command for cell in todo}}
+        for i, cell in enumerate(todo):
+            (folder / str(i)).mkdir()
+            hit(cell, folder / str(i), expected[cell.command])
+            shutil.rmtree(folder / str(i))
+            told(cell)
+    return todo
+
+
+def main(path: str | None = None, only: str = "") -> int:
+    def told(cell: Cell) -> None:
+        good = cell.wrong or "same bits"
+        print(f"{cell.name:36} {cell.status!s:5} {cell.seconds:6.2f} s  {good}  {cell.line}", flush=True)
+        if path:
+            rows = [asdict(cell) for cell in todo if cell.status is not None or cell.wrong]
+            Path(path).write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n", "utf-8")
+
+    todo = [cell for cell in cells() if only in cell.name]
+    run(todo, told)
+    wrong = [cell for cell in todo if cell.wrong]
+    hangs, changed = sum(cell.status is None for cell in todo), sum(not cell.same for cell in todo)
+    orphans = sum(cell.orphans for cell in todo)
+    print(f"{len(todo)} cells, {hangs} hangs, {orphans} orphans, {changed} with changed bits, {len(wrong)} wrong")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

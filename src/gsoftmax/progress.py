@@ -1,0 +1,155 @@
+"""Progress of runs, as events and as what is shown of them.  Nothing here imports torch.
+
+An event is a dictionary that can be written as JSON.  Its keys:
+
+    event    plan, start, step, end, failed or waiting
+    plan     runs, finished (before the start), jobs
+    start    run (its folder), name
+    step     run, name, epoch, epochs, loss, rate (examples per second), left (seconds, of this run), done (its part, 0 to 1)
+    end      run, name, measure, value, trained (whether by this process)
+    failed   run, name, reason
+    waiting  runs (that other processes train)
+
+The steps and ends of several runs also say how far all of them are: finished, runs, and all_left in seconds, which is
+None until there is an estimate.  `stage` names the part of a tuning.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TextIO
+
+from .messages import plural
+
+__all__ = ["Event", "Json", "Lines", "Live", "text"]
+
+Event = dict[str, Any]
+OFTEN = 0.1  # seconds between two drawings on a terminal
+RHYTHM = 1.0  # seconds between two steps of a run in JSON
+SOME_RUNS, SOME_STEPS = 10.0, 60.0  # seconds before a line about a finished run, and about a running one
+
+
+def text(event: Event) -> str:
+    """One line about an event.
+
+    event: as described above
+
+    >>> text({"event": "step", "epoch": 2, "epochs": 5, "loss": 0.5, "rate": 1234.5, "left": 61.2})
+    'epoch 2/5  loss 0.5000  1,234/s  0:01:01 left'
+    """
+    kind, name = event["event"], event.get("name", "")
+    if kind == "step":
+        loss = "not finite" if event["loss"] is None else f"{event['loss']:.4f}"
+        parts = [name, f"epoch {event['epoch']}/{event['epochs']}", f"loss {loss}"]
+        parts += [f"{event['rate']:,.0f}/s", f"{timedelta(seconds=round(event['left']))} left"]
+    elif kind == "end":
+        parts = [f"{event['finished']}/{event['runs']}", name]
+        parts += [f"{event['measure']} {event['value']:.2f}"] if event["value"] is not None else ["diverged"]
+        parts += [] if event["trained"] else ["by another process"]
+        parts += [_about(event)]
+    elif kind == "failed":
+        parts = [f"failed: {name}: {event['reason']}"]
+    elif kind == "waiting":
+        parts = [f"waiting for {plural(event['runs'], 'run')} of other processes"]
+    else:
+        parts = [name, "starts"]
+    return "  ".join(part for part in (event.get("stage", ""), *parts) if part)
+
+
+def _about(event: Event) -> str:
+    seconds = event.get("all_left")
+    if seconds is None:
+        return ""
+    return f"about {timedelta(seconds=round(seconds))} left for all" if event["finished"] < event["runs"] else ""
+
+
+class Live:
+    """Shows the running runs on a terminal, a line each, and the finished ones above.
+
+    stream: the terminal
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._height, self._last = stream, 0, 0.0
+        self._running: dict[str, str] = {}
+        self._below = ""
+
+    def __call__(self, event: Event) -> None:
+        kind, run = event["event"], event.get("run", "")
+        above = ""
+        if kind in ("start", "step"):
+            self._running[run] = text(event)
+        elif kind in ("end", "failed"):
+            self._running.pop(run, None)
+            above = text(event)
+        if kind == "waiting":
+            self._below = text(event)
+        elif event.get("runs", 1) > 1 and "finished" in event:
+            parts = [f"{event['finished']} of {event['runs']} runs finished", _about(event)]
+            self._below = ", ".join(filter(None, parts))
+        if kind != "step" or time.monotonic() - self._last > OFTEN:
+            self._draw(above)
+
+    def clear(self) -> None:
+        """Removes the lines of the running runs."""
+        self._running, self._below = {}, ""
+        if self._height:
+            self._draw()
+
+    def _draw(self, above: str = "") -> None:
+        columns = shutil.get_terminal_size().columns - 1
+        lines = [line[:columns] for line in (*self._running.values(), self._below) if line]
+        erase = f"\x1b[{self._height}A\x1b[J" if self._height else ""
+        print(end=erase + "".join(f"{line}\n" for line in (above, *lines) if line), file=self._stream, flush=True)
+        self._height, self._last = len(lines), time.monotonic()
+
+
+class Lines:
+    """Prints a line about what happens from time to time, for a log.
+
+    stream: the file
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._last = stream, time.monotonic()
+
+    def __call__(self, event: Event) -> None:
+        pause = {"failed": 0.0, "end": SOME_RUNS, "step": SOME_STEPS, "waiting": SOME_STEPS}.get(event["event"])
+        if pause is None or time.monotonic() - self._last < pause:
+            return
+        line = text(event)
+        if event["event"] == "step" and "finished" in event:
+            line += (
+                f"  ({event['finished']} of {event['runs']} runs finished{', ' * bool(_about(event))}{_about(event)})"
+            )
+        print(line, file=self._stream, flush=True)
+        self._last = time.monotonic()
+
+    def clear(self) -> None:
+        """Nothing: a log keeps its lines."""
+
+
+class Json:
+    """Writes events as JSON, one a line; steps of a run at most once a second.
+
+    write: called with each line
+    """
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
+        self._last: dict[str, float] = {}
+
+    def __call__(self, event: Event) -> None:
+        run, now = event.get("run", ""), time.monotonic()
+        if event["event"] == "step":
+            if now - self._last.get(run, 0.0) < RHYTHM:
+                return
+            self._last[run] = now
+        self._write(json.dumps(event))
+
+    def clear(self) -> None:
+        """Nothing: lines stay."""
