@@ -2,10 +2,10 @@
 
     python -m fuzz.signals results/signals.json
 
-A cell is a command that is started, hit at a moment, and watched: its processes must be gone in ten seconds (two after a
-second signal), its status is 128 + n, one line says how to go on, and the same command, run again, ends with the bits
-of a run that nobody disturbed.  Moments are read from the files of the runs.  The commands are forked from this process,
-which has imported torch already; the workers of a comparison are real ones, as always.  Linux only: it reads /proc.
+A cell is a command that is started, hit at a moment, and watched.  Its processes must be gone in ten seconds (two after
+a second signal), its status is 128 + n, one line says how to go on, and the same command, run again, ends with the bits
+of a run that nobody disturbed.  Moments are read from the files of the runs.  The commands are forked from this
+process, which has imported torch already; the workers of a comparison are real ones.  Linux only: it reads /proc.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gsoftmax import build, cli, compare, report, runs, train
 
 SIGNALS = {"INT": signal.SIGINT, "TERM": signal.SIGTERM, "HUP": signal.SIGHUP}
 MOMENTS = ("loading", "training", "checkpoint", "evaluating", "report")
-SETTINGS = ["digits", "device=cpu", "threads=1", "epochs=2", "batch_size=16"]
+SETTINGS = ["digits", "device=cpu", "threads=1", "epochs=4", "batch_size=8"]
 COMPARE = ["compare", *SETTINGS, "--heads", "softmax,gsoftmax", "--seeds", "1", "--jobs", "2"]
 TRAIN = ["train", *SETTINGS, "head=gsoftmax"]
 PATIENCE = 120.0  # seconds until the moment comes
@@ -127,7 +127,7 @@ def reached(moment: str, out: Path) -> Callable[[], bool]:
         "loading": lambda: out.exists(),
         "training": lambda: bool(list(out.rglob("config.json"))),
         "checkpoint": lambda: any("partial" in p.name or p.suffix == ".pt" for p in out.rglob("checkpoint/*")),
-        "evaluating": lambda: rows() >= 2,
+        "evaluating": lambda: rows() >= 4,
         "report": lambda: (out / "summary.json").exists(),
     }[moment]
 

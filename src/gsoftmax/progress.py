@@ -5,7 +5,7 @@ An event is a dictionary that can be written as JSON.  Its keys:
     event    plan, start, step, end, failed or waiting
     plan     runs, finished (before the start), jobs
     start    run (its folder), name
-    step     run, name, epoch, epochs, loss, rate (examples per second), left (seconds, of this run), done (its part, 0 to 1)
+    step     run, name, epoch, epochs, loss, rate (examples per second), left (seconds), done (part of the run, 0 to 1)
     end      run, name, measure, value, trained (whether by this process)
     failed   run, name, reason
     waiting  runs (that other processes train)
@@ -67,6 +67,11 @@ def _about(event: Event) -> str:
     return f"about {timedelta(seconds=round(seconds))} left for all" if event["finished"] < event["runs"] else ""
 
 
+def _together(event: Event) -> str:
+    """How far all runs are."""
+    return ", ".join(filter(None, (f"{event['finished']} of {event['runs']} runs finished", _about(event))))
+
+
 class Live:
     """Shows the running runs on a terminal, a line each, and the finished ones above.
 
@@ -89,8 +94,7 @@ class Live:
         if kind == "waiting":
             self._below = text(event)
         elif event.get("runs", 1) > 1 and "finished" in event:
-            parts = [f"{event['finished']} of {event['runs']} runs finished", _about(event)]
-            self._below = ", ".join(filter(None, parts))
+            self._below = _together(event)
         if kind != "step" or time.monotonic() - self._last > OFTEN:
             self._draw(above)
 
@@ -123,9 +127,7 @@ class Lines:
             return
         line = text(event)
         if event["event"] == "step" and "finished" in event:
-            line += (
-                f"  ({event['finished']} of {event['runs']} runs finished{', ' * bool(_about(event))}{_about(event)})"
-            )
+            line += f"  ({_together(event)})"
         print(line, file=self._stream, flush=True)
         self._last = time.monotonic()
 

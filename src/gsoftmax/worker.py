@@ -1,8 +1,8 @@
 """A process that trains runs for another one, `gsoftmax.workers`: tasks come in on stdin, events go out on stdout.
 
 Both are lines of JSON.  Signals do nothing here but tell the parent, which decides for all workers; it asks this one to
-stop by a line, {"stop": number}.  The end of stdin ends the process, whatever it does: its parent is gone or has no more
-work.  Nothing here imports torch before the first task.
+stop by a line, {"stop": number}.  The end of stdin ends the process, whatever it does: its parent is gone or has no
+more work.  Nothing here imports torch before the first task.
 """
 
 from __future__ import annotations
