@@ -493,7 +493,7 @@ def test_examples_have_pictures_while_the_data_is_there(tmp_path, size, kind):
     doc = report.from_runs(runs_)
     assert doc["examples"]["pictures"] == {} and "photos" in doc["examples"]["missing"]
     text = report.write(doc, tmp_path / "out")[0].read_text("utf-8")
-    assert "<img src=\"data:" not in text and "The images are not shown: " in text and "test row 4" in text
+    assert '<img src="data:' not in text and "The images are not shown: " in text and "test row 4" in text
 
 
 def test_pictures_are_few_and_small(tmp_path, monkeypatch):

@@ -57,17 +57,13 @@ class Config:
     imbalance: float = 1.0  # largest class over smallest in a long-tailed training split; 1 is off
     label_noise: float = 0.0  # fraction of training labels replaced by a wrong class
     split_seed: int | None = None  # of the four keys above: which rows, labels and classes; None is the run's seed
-    image_size: int | None = (
-        None  # side of the images in pixels; None: the dataset's own; photos: by the backbone
-    )
+    image_size: int | None = None  # side of the images in pixels; None: the dataset's own; photos: by the backbone
     augment: str | None = None  # a preset or changes of it; None is the dataset's own
     mixup: float = 0.0  # alpha of Beta(alpha, alpha), which mixes pairs of training examples; 0 is off
     evaluate_on: str = "test"  # or val, for choosing settings
     check: bool = True  # require published sizes and all images; false leaves out missing and truncated images
     # network
-    backbone: str | None = (
-        None  # None: cnn for small images, mlp for tables; photos: by number and machine
-    )
+    backbone: str | None = None  # None: cnn for small images, mlp for tables; photos: by number and machine
     backbone_options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the backbone
     pool: str | None = None  # avg or max, before the head; None is the backbone's own
     pretrained: bool | str = False  # start from ImageNet weights; for networks of torchvision also their name
