@@ -127,8 +127,9 @@ def test_the_command_says_what_it_chose_and_writes_it_down(folder, tmp_path, mon
         == "folder:photos: 16 train, 4 test, 2 classes, 3x64x64 images; softmax, gsoftmax; 2 seeds -> runs/photos"
     )
     assert said[1] == "4 of 20 images are set aside as the test set, the same for every seed"
-    assert said[2].startswith("cnn at 64 px from scratch, 1 epoch, batches of 4; about 1 second per run, about ")
-    assert "for 4 runs, 1 at a time, as measured by a few steps" in said[2]
+    assert said[2] == "4 runs, 1 epoch each, 1 at a time; 0 finished before"
+    assert said[3].startswith("cnn at 64 px from scratch, 1 epoch, batches of 4; about ")
+    assert said[3].endswith(" in all, as measured by a few steps")
     written = json.loads((tmp_path / "runs/photos/softmax/seed-1/config.json").read_text())
     assert {k: written[k] for k in ("backbone", "image_size", "epochs", "batch_size")} == {
         "backbone": "cnn",

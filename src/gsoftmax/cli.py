@@ -467,14 +467,14 @@ def _plan(args: argparse.Namespace, plan: Any, size: str, runs: int) -> None:
         _tell(json.dumps({"event": "comparison", **described, "epochs": first.epochs, "tune": args.tune}))
         return
     _tell(f"{plan.dataset.summary()}; {', '.join(plan.heads)}; {size} -> {plan.out}")
+    for note in plan.dataset.notes:
+        _tell(note)
     jobs = max(1, min(args.jobs or gsoftmax.workers.default_jobs(first), runs))
     if args.tune is None:
         mine, epochs = messages.plural(runs, "run"), messages.plural(first.epochs, "epoch")
         part = f" of the {len(plan.tasks)} of this comparison" * (runs < len(plan.tasks))
         finished = sum(map(gsoftmax.workers.is_done, plan.mine))
         _tell(f"{mine}{part}, {epochs} each, {jobs} at a time; {finished} finished before")
-    for note in plan.dataset.notes:
-        _tell(note)
     if first.image_size is not None:
         each = gsoftmax.train.seconds_per_run(first, plan.dataset)
         times = f"{_duration(each)} per run, {_duration(-(-runs // jobs) * each)} in all, as measured by a few steps"
