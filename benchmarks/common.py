@@ -117,7 +117,7 @@ def _output(*command: str) -> str | None:
 
 def _cpu() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:
         return platform.processor()
     name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
@@ -165,6 +165,6 @@ def write(name: str, payload: Mapping[str, Any]) -> Path:
     RESULTS.mkdir(exist_ok=True)
     file = RESULTS / f"{name}.json"
     temporary = file.with_suffix(".tmp")
-    temporary.write_text(json.dumps(payload, indent=1) + "\n")
+    temporary.write_text(json.dumps(payload, indent=1) + "\n", "utf-8")
     temporary.replace(file)
     return file

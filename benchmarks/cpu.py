@@ -87,7 +87,7 @@ def memory_of_one(n: int, c: int, name: str) -> float | None:
     contenders(2, 3, False)[name]()  # triggers imports and initialization
     step = contenders(n, c, False)[name]
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+        Path("/proc/self/clear_refs").write_text("5", "utf-8")  # the peak starts again from here
         before = _status("VmRSS")
         step()
         return (_status("VmHWM") - before) / (4 * n * c)
@@ -96,7 +96,7 @@ def memory_of_one(n: int, c: int, name: str) -> float | None:
 
 
 def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text("utf-8").splitlines()
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith(field + ":")))
 
 

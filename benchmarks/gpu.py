@@ -599,7 +599,7 @@ def save(name: str, payload: dict[str, Any], folder: Path | None) -> None:
         write(name, payload)
     else:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.json").write_text(json.dumps(payload, indent=1) + "\n")
+        (folder / f"{name}.json").write_text(json.dumps(payload, indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ def work(out: str, sizes: list[tuple[int, int, int]], rounds: int) -> None:
         row |= {"shards sent bytes": sent, "copies sent bytes": sent_by_copies(processes, classes, features, 4)}
         found.append(row)
     if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(found))
+        Path(out).write_text(json.dumps(found), "utf-8")
     dist.destroy_process_group()
 
 
@@ -152,7 +152,7 @@ def measure(rounds: int = 5) -> dict[str, Any]:
             ]
             command += ["-m", "benchmarks.scaling", "--work", str(out), "--rounds", str(rounds)]
             subprocess.run(command, check=True, cwd=ROOT, env=dict(os.environ, OMP_NUM_THREADS="1"))
-            rows += json.loads(out.read_text())
+            rows += json.loads(out.read_text("utf-8"))
     return {"provenance": provenance(), "rows": rows}
 
 
@@ -207,7 +207,7 @@ def main() -> None:
         return
     if not args.plot:
         found = measure(args.rounds)
-        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+        RESULTS.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
         for row in found["rows"]:
             print("  ".join(f"{k} {v:,.1f}" if isinstance(v, float) else f"{k} {v:,}" for k, v in row.items()))
     plot()

@@ -532,6 +532,27 @@ def test_checksums_are_those_of_sha256sum(name, undisturbed, tmp_path):
     assert subprocess.run(check, cwd=run, capture_output=True).returncode == 1
 
 
+@pytest.mark.parametrize(
+    "encoding", ["iso-8859-1", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ascii", "cp1252", "utf-8"))]
+)
+def test_a_comparison_reaches_its_page_in_a_locale_without_utf_8(encoding, tmp_path):
+    """Names of folders, classes and files that neither the locale nor the terminal has."""
+    shown, root = "Käse 红色", tmp_path / "Bilder-ü"
+    data.write_smoke("folder", tmp_path)
+    os.rename(tmp_path / "folder", root)
+    for part in ("train", "test"):
+        os.rename(root / part / "red", root / part / shown)
+    words = ["compare", f"folder:{root}", "--heads", "softmax,gsoftmax", "--seeds", "1", "--jobs", "1"]
+    words += ["epochs=1", "batch_size=8", "threads=1", "device=cpu", "--out", "Läufe"]
+    environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": encoding}
+    environment = {k: v for k, v in os.environ.items() if k != "LANG"} | environment | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "gsoftmax", *words]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=processes.PATIENCE)
+    assert done.returncode == 0 and b"Traceback" not in done.stderr, done.stderr
+    page = (tmp_path / "Läufe" / "report.html").read_text("utf-8")
+    assert shown in page and "Bilder-ü" in page and "\ufffd" not in page.split("<script")[0]
+
+
 TWO = ["train", "digits", "head=gsoftmax", "epochs=100", "device=cpu", "threads=1", "batch_size=128", "ema=0.9"]
 TWO += ["backbone_options.dropout=0.2", "--out"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .messages import first_line
+from .messages import decoded, first_line
 
 SUMS = "SHA256SUMS"  # checksums of the files beside it
 _MOST_JSON = 2**28  # bytes that are read of a JSON file or a list of checksums
@@ -66,7 +66,7 @@ def atomic_file(path: Path, checked: bool = False) -> Iterator[Path]:
 
 def atomic_write(path: Path, text: str) -> None:
     with atomic_file(path) as partial:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_text(decoded(text), encoding="utf-8")
 
 
 def append_line(path: Path, text: str) -> None:

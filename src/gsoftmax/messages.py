@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -23,6 +24,17 @@ def unknown(kind: str, word: str, choices: Iterable[str]) -> str:
     "unknown head 'gsoftmx', did you mean 'gsoftmax'"
     """
     return f"unknown {kind} {word!r}{did_you_mean(word, choices)}"
+
+
+def decoded(text: str) -> str:
+    """Text that UTF-8 can hold.  In another locale Python keeps bytes of file names that it cannot decode; they are
+    taken for UTF-8.
+
+    >>> decoded("K\\udcc3\\udca4se")
+    'Käse'
+    """
+    text = re.sub("[\ud800-\udc7f\udd00-\udfff]", "\ufffd", text)  # half a character, from anywhere else
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def first_line(error: BaseException) -> str:

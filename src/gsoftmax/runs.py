@@ -102,8 +102,9 @@ class RunFolder:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             return state
-        self._board = SummaryWriter(str(self.path / "tensorboard"), purge_step=None if state is None else done + 1)
-        self._open.callback(self._board.close)
+        with suppress(UnicodeEncodeError):  # a name that the locale cannot decode, which TensorBoard does not take
+            self._board = SummaryWriter(str(self.path / "tensorboard"), purge_step=None if state is None else done + 1)
+            self._open.callback(self._board.close)
         return state
 
     def _state(self) -> dict[str, Any] | None:

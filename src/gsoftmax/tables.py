@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .files import atomic_write, make_folder
+from .messages import decoded
 
 __all__ = [
     "FORMATS",
@@ -198,7 +199,8 @@ _DIRECTIONS = frozenset("\u200e\u200f\u061c\u202a\u202b\u202c\u202d\u202e\u2066\
 
 def plain(text: str) -> str:
     """Text without control characters, line separators and changes of direction, which become �."""
-    return "".join("�" if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") or c in _DIRECTIONS else c for c in text)
+    kinds = ("Cc", "Cs", "Zl", "Zp")
+    return "".join("�" if unicodedata.category(c) in kinds or c in _DIRECTIONS else c for c in decoded(text))
 
 
 def _width(text: str) -> int:

@@ -33,7 +33,7 @@ def _digits() -> tuple[np.ndarray, np.ndarray]:
     # reading its file is a hundred times as fast as importing scikit-learn
     table = Path(os.path.dirname(found.origin), "datasets", "data", "digits.csv.gz")
     if table.is_file():
-        with gzip.open(table, "rt") as lines:
+        with gzip.open(table, "rt", encoding="ascii") as lines:
             rows = np.loadtxt(lines, delimiter=",")
         return rows[:, :64], rows[:, 64]
     from sklearn.datasets import load_digits as bundled
