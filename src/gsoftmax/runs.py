@@ -176,6 +176,7 @@ def finished(
             write_sums(path, _FINAL)
         if has_model:
             remove_checkpoints(path)
+        remove_leftovers(path)
     return {k: v for k, v in result.items() if k != "final"}
 
 

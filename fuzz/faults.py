@@ -1,0 +1,339 @@
+"""Faults at awkward moments: a process killed between any two steps of a write, a full disk, a folder that is gone.
+
+    python fuzz/faults.py            every case, one line each; status 1 if a case went wrong
+    python fuzz/faults.py disk       those whose name contains a word
+
+After the fault, the same command is given again.  It must finish with the very bytes of an undisturbed run, or refuse
+in one line; half-written files of the killed process must be gone.  Each command runs in a forked process of this one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import hashlib
+import importlib
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from gsoftmax import cli, files, runs
+
+QUICK = ["epochs=3", "train_fraction=0.3", "threads=1", "device=cpu", "head=gsoftmax"]
+TRAIN = ["train", "digits", *QUICK, "--out", "run"]
+COMPARE = [
+    "compare",
+    "digits",
+    "--heads",
+    "softmax,gsoftmax",
+    "--seeds",
+    "1",
+    "--jobs",
+    "1",
+    *QUICK[:4],
+    "--out",
+    "all",
+]
+REPORT = ["report", "all", "--tables", "csv,md", "--figures", "svg"]
+PRELOADED = ("torch._dynamo", "torch.utils.tensorboard", "safetensors.torch", "jinja2", "vl_convert")
+PRELOADED += ("gsoftmax.train", "gsoftmax.compare", "gsoftmax.report")
+SECONDS = 120  # after which a command hangs
+NOBODY = 65534
+
+
+class Done(NamedTuple):
+    """How a command ended."""
+
+    status: int  # as a shell has it: 128 + the signal
+    error: str  # standard error
+
+
+def command(argv: list[str], cwd: Path, fault: Callable[[], object] = lambda: None) -> Done:
+    """Runs `gsoftmax ARGV` in a forked process, after `fault` prepared it there."""
+    errors = cwd.parent / "stderr"
+    child = os.fork()
+    if child == 0:
+        try:
+            os.chdir(cwd)
+            for number, path in ((1, os.devnull), (2, errors)):
+                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), number)
+            fault()
+            status = cli.main(argv)
+        except SystemExit as stopped:
+            status = int(stopped.code or 0)
+        except BaseException as error:
+            os.write(2, f"Traceback: {error!r}\n".encode())
+            status = 1
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    end = time.monotonic() + SECONDS
+    while os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        if time.monotonic() > end:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return Done(-1, "no end")
+        time.sleep(0.02)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return Done(128 - status if status < 0 else status, errors.read_text("utf-8"))
+
+
+# ------------------------------------------------------------------------------------------------------------- faults
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(pattern: str, when: str, count: int = 1) -> Callable[[], None]:
+    """SIGKILL at the write of a file: "half" written, "before" or "after" it gets its name; the count-th such file."""
+
+    def prepare() -> None:
+        replace, sync, append, seen = os.replace, files.sync, runs.append_line, []
+
+        def named(path: object) -> bool:
+            return fnmatch.fnmatch(Path(str(path)).name, pattern)
+
+        def now_replace(source, target) -> None:
+            if named(target):
+                seen.append(1)
+                if len(seen) == count and when == "before":
+                    die()
+            replace(source, target)
+            if named(target) and len(seen) == count and when == "after":
+                die()
+
+        def now_sync(path: Path) -> None:
+            if named(path) and len(seen) == count - 1 and when == "half":
+                os.truncate(path, path.stat().st_size // 2)
+                die()
+            sync(path)
+
+        def now_append(path: Path, text: str) -> None:
+            if pattern != "final row" or '"final"' not in text:
+                return append(path, text)
+            if when == "half":
+                with open(path, "a", encoding="utf-8") as file:
+                    file.write(text[: len(text) // 2])
+            if when == "after":
+                append(path, text)
+            die()
+
+        os.replace, files.sync, runs.append_line = now_replace, now_sync, now_append
+
+    return prepare
+
+
+def limited(size: int) -> Callable[[], None]:
+    """No file may become larger: what a write says on a full disk."""
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def meanwhile(change: Callable[[], object]) -> Callable[[], None]:
+    """Something happens to the folder after the first epoch."""
+
+    def prepare() -> None:
+        log = runs.RunFolder.log
+
+        def now_log(self, row) -> None:
+            log(self, row)
+            if row.get("epoch") == 1:
+                change()
+
+        runs.RunFolder.log = now_log
+
+    return prepare
+
+
+def as_nobody() -> None:
+    """Root may write everywhere."""
+    if os.geteuid() == 0:
+        os.setuid(NOBODY)
+
+
+@contextlib.contextmanager
+def small_disk(where: Path, size: int) -> Iterator[bool]:
+    """A file system of `size` bytes, where this user may make one."""
+    where.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", where], capture_output=True)
+    try:
+        yield made.returncode == 0
+    finally:
+        if made.returncode == 0:
+            subprocess.run(["umount", where], check=True)
+
+
+# -------------------------------------------------------------------------------------------------------------- cases
+
+
+def digest(folder: Path) -> dict[str, str]:
+    """What must not change by a single bit: outputs and models, by path."""
+    found = sorted(folder.rglob("*.safetensors"))
+    return {p.relative_to(folder).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest() for p in found}
+
+
+def wrong(folder: Path, first: Done, second: Done, undisturbed: dict[str, str], statuses: tuple[int, ...]) -> str:
+    """What a case did not keep; empty if all is well."""
+    if first.status not in statuses:
+        return f"status {first.status}: {first.error[-200:]!r}"
+    if first.status == 2 and first.error.count("\n") != 1:
+        return f"not one line: {first.error[-300:]!r}"
+    if second.status != 0:
+        return f"again: status {second.status}: {second.error[-200:]!r}"
+    if digest(folder) != undisturbed:
+        return "other bits than undisturbed"
+    left = [p.name for p in folder.rglob("*.partial") if "report" not in str(first)]
+    locks = [p for p in folder.rglob(".lock")]
+    return f"left behind: {left or locks}" if left or locks else ""
+
+
+class Case(NamedTuple):
+    """A fault during a command, and the command that goes on."""
+
+    name: str
+    argv: list[str]
+    again: list[str]
+    fault: Callable[[], object]
+    statuses: tuple[int, ...]  # with which the first command may end
+
+
+WHEN = ("half", "before", "after")
+RUN_FILES = ("config.json", "environment.json", "epoch-*.pt", "model.safetensors", "outputs.safetensors", "SHA256SUMS")
+KILLED, REFUSED = (128 + signal.SIGKILL,), (2,)
+
+
+def cases() -> Iterator[Case]:
+    resumed = [*TRAIN, "--resume"]
+    for name in (*RUN_FILES, "final row"):
+        for when in WHEN:
+            yield Case(f"kill -9, {name}, {when}", TRAIN, resumed, killed(name, when), KILLED)
+    for when in WHEN:
+        yield Case(f"kill -9, second checkpoint, {when}", TRAIN, resumed, killed("epoch-*.pt", when, 2), KILLED)
+        yield Case(f"kill -9, summary.json, {when}", COMPARE, COMPARE, killed("summary.json", when), KILLED)
+        yield Case(f"kill -9, page of compare, {when}", COMPARE, COMPARE, killed("report.html", when), KILLED)
+    for size in (0, 100, 5_000, 50_000, 150_000):
+        yield Case(f"disk full, files up to {size:,} bytes", TRAIN, resumed, limited(size), REFUSED)
+    yield Case("disk full, compare", COMPARE, COMPARE, limited(50_000), REFUSED)
+    gone = meanwhile(lambda: shutil.rmtree("run"))
+    yield Case("folder deleted while training", TRAIN, resumed, gone, REFUSED)
+    moved = meanwhile(lambda: os.rename("run", "elsewhere"))
+    yield Case("folder renamed while training", TRAIN, resumed, moved, REFUSED)
+
+
+def one(case: Case, room: Path, undisturbed: dict[str, dict[str, str]]) -> tuple[str, str]:
+    """What the first command said, and what went wrong."""
+    first = command(case.argv, room, case.fault)
+    second = command(case.again, room)
+    out = case.argv[-1]
+    words = first.error.strip().splitlines()[-1:] or [f"status {first.status}"]
+    return words[0], wrong(room / out, first, second, undisturbed[out], case.statuses)
+
+
+def report_killed(room: Path) -> Iterator[tuple[str, str, str]]:
+    """A report that was killed left whole files; half-written ones are removed an hour later, by the next report."""
+    for name in ("report.html", "*.csv", "tables.md", "*.svg"):
+        for when in WHEN:
+            before = digest(room / "all")
+            first, second = command(REPORT, room, killed(name, when)), command(REPORT, room)
+            left = [p for p in (room / "all").rglob("*.partial")]
+            for path in (p for folder in left for p in (*folder.iterdir(), folder)):
+                os.utime(path, (1, 1))
+            third = command(REPORT, room)
+            whole = (room / "all/report.html").read_text("utf-8").rstrip().endswith("</html>")
+            good = (
+                (first.status, second.status, third.status) == (137, 0, 0) and digest(room / "all") == before and whole
+            )
+            gone = not list((room / "all").rglob("*.partial"))
+            yield f"kill -9, report, {name}, {when}", "status 137", "" if good and gone else f"{first} {second} {third}"
+
+
+def places(room: Path, undisturbed: dict[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Folders that cannot be written, other devices, two processes in one folder."""
+    (room / "read-only").mkdir()
+    (room / "read-only").chmod(0o555)
+    done = command([*TRAIN[:-1], "read-only/run"], room, as_nobody)
+    yield (
+        "read-only folder, train",
+        done.error.strip(),
+        "" if done.status == 2 and done.error.count("\n") == 1 else str(done),
+    )
+    shutil.copytree(room / "all", room / "protected")
+    for path in [room / "protected", *(room / "protected").rglob("*")]:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    done = command([*REPORT[:1], "protected", *REPORT[2:]], room, as_nobody)
+    yield (
+        "read-only folder, report",
+        done.error.strip(),
+        "" if done.status == 2 and done.error.count("\n") == 1 else str(done),
+    )
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as device:
+        done = command([*TRAIN[:-1], f"{device}/run"], room)
+        same = done.status == 0 and digest(Path(device) / "run") == undisturbed
+        yield "folder on another device", f"status {done.status}", "" if same else str(done)
+    for size in (2**16, 2**18, 2**19):
+        with small_disk(room / "disk", size) as made:
+            if made:
+                done = command([*TRAIN[:-1], "disk/run"], room)
+                good = done.status == 2 and done.error.count("\n") == 1 and not list((room / "disk").rglob("*.partial"))
+                yield f"disk of {size:,} bytes", done.error.strip(), "" if good else str(done)
+        (room / "disk").rmdir()
+    holder = os.fork()
+    if holder == 0:
+        with files.locked(room / "run"):
+            time.sleep(SECONDS)
+        os._exit(0)
+    while not (room / "run" / ".lock").exists() or not (room / "run" / ".lock").stat().st_size:
+        time.sleep(0.01)
+    done = command([*TRAIN, "--resume"], room)
+    os.kill(holder, signal.SIGKILL)
+    os.waitpid(holder, 0)
+    after = command([*TRAIN, "--resume"], room)
+    good = done.status == 2 and "is in use by process" in done.error and after.status == 0
+    yield "another process has the folder", done.error.strip(), "" if good else f"{done} {after}"
+
+
+def main() -> int:
+    words = sys.argv[1:]
+    for name in PRELOADED:  # once, and not in every process
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    torch.set_num_threads(1)  # a forked process has none of the others
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    failed = count = 0
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        good = Path(folder) / "undisturbed" / "cwd"
+        good.mkdir(parents=True)
+        assert command(TRAIN, good).status == command(COMPARE, good).status == 0
+        undisturbed = {name: digest(good / name) for name in ("run", "all")}
+
+        def told(name: str, said: str, problem: str) -> None:
+            nonlocal failed, count
+            count, failed = count + 1, failed + bool(problem)
+            print(f"{'WRONG' if problem else 'ok':6}{name:48}{problem or said}".replace(folder, "")[:240], flush=True)
+
+        for i, case in enumerate(c for c in cases() if all(word in c.name for word in words)):
+            room = Path(folder) / str(i) / "cwd"
+            room.mkdir(parents=True)
+            told(case.name, *one(case, room, undisturbed))
+            shutil.rmtree(room.parent)
+        if not words:
+            for line in (*report_killed(good), *places(good, undisturbed["run"])):
+                told(*line)
+    print(f"{count} faults, {failed} went wrong")
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
