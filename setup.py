@@ -1,10 +1,14 @@
 """The optional compiled part; everything else about the package is in pyproject.toml."""
 
+import gzip
+import os
 import sys
+import tarfile
 import zlib
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.sdist import sdist
 
 # Without a compiler, or with one that lacks GCC's vector types, the build goes on and the package takes its pure torch
 # path.  It is a plain shared library for ctypes, without Python or torch headers; the instruction set is chosen when it
@@ -12,6 +16,7 @@ from setuptools import Extension, setup
 unix = sys.platform != "win32"
 source = "src/gsoftmax/kernels/native.c"
 exact = ["-O3", "-fno-fast-math", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
+exact += ["-g0"]  # debugging information has the folder of the build in it
 native = Extension(
     "gsoftmax.kernels._native",
     [source],
@@ -21,5 +26,30 @@ native = Extension(
     optional=True,
 )
 
+
+class ReproducibleSdist(sdist):
+    """With SOURCE_DATE_EPOCH the archive depends on the content of its files alone, as a wheel does already."""
+
+    def make_archive(self, base_name, format, root_dir=None, base_dir=None, owner=None, group=None):
+        epoch = os.environ.get("SOURCE_DATE_EPOCH")
+        if epoch is None or format != "gztar":
+            return super().make_archive(base_name, format, root_dir, base_dir, owner, group)
+
+        def plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
+            member.mtime, member.uid, member.gid, member.uname, member.gname = int(epoch), 0, 0, "", ""
+            member.mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
+            return member
+
+        name = f"{base_name}.tar.gz"
+        with (
+            open(name, "wb") as file,
+            gzip.GzipFile("", "wb", fileobj=file, mtime=int(epoch)) as packed,
+            tarfile.open(fileobj=packed, mode="w") as archive,
+        ):
+            for path in sorted(Path(base_dir).rglob("*")):
+                archive.add(path, recursive=False, filter=plain)
+        return name
+
+
 # Always compiled again: a library left over from another version may well be newer than the source by its date.
-setup(ext_modules=[native], options={"build_ext": {"force": True}})
+setup(ext_modules=[native], options={"build_ext": {"force": True}}, cmdclass={"sdist": ReproducibleSdist})
