@@ -350,7 +350,7 @@ def test_files_that_are_not_what_they_say(tmp_path):
         analyze(tmp_path / "a.txt")
     np.savez(tmp_path / "b.npz", z=x)
     with pytest.raises(
-        ValueError, match="b.npz must have x .or h and W. and y, got neither; x may be called logits; y .* labels"
+        ValueError, match="b.npz must have x and y, got neither; h and W can .* x may be called logits; y .* labels"
     ):
         analyze(tmp_path / "b.npz")
     path = save(tmp_path / "c.npz", x=x, y=y)

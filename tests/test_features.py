@@ -12,11 +12,13 @@ from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from sklearn.metrics import calinski_harabasz_score, cohen_kappa_score
 from sklearn.metrics.pairwise import cosine_similarity
 from sklearn.neighbors import NearestCentroid
+from test_report import marks
 
 from gsoftmax import analyze as room
 from gsoftmax import cli, report
 from gsoftmax.analyze import analyze, compare_models
 from gsoftmax.config import Config
+from gsoftmax.report import figures
 from gsoftmax.train import train
 
 
@@ -93,6 +95,29 @@ def test_views_of_a_trained_model_are_those_of_scikit_learn(trained, monkeypatch
         np.testing.assert_array_equal(y[distance.argmin(1)], view.y)
         means = np.stack([points[y == c].mean(0) for c in range(10)])
         np.testing.assert_allclose(np.abs(view.means), np.abs(means), atol=1e-5 * shown.max())
+
+
+@pytest.mark.parametrize("classes", [10, 30])  # with a colour each, and with one chosen class
+def test_the_figure_shows_points_and_class_means(tmp_path, classes):
+    h, w, b, y = made(c=classes)
+    np.savez(tmp_path / "a.npz", x=h @ w.T + b, y=y, h=h, names=[f"class {k}" for k in range(classes)])
+    doc = report.from_outputs(tmp_path / "a.npz", resamples=0)
+    symbols = marks(figures.figures(doc, c=3)["features"], "symbol")
+    texts = marks(figures.figures(doc, c=3)["features"], "text")
+    pca, lda = analyze(tmp_path / "a.npz").views
+    shown = range(10) if classes == 10 else [3]
+    assert [len(m) for m in symbols] == [400, len(shown)] * 2
+    assert [{item["text"] for item in m} for m in texts] == [{f"class {k}" for k in shown}] * 2
+    for view, points, means in ((pca, *symbols[:2]), (lda, *symbols[2:])):
+        for axis, key in enumerate("xy"):
+            where = {item[key] for item in points} | {item[key] for item in means}
+            values = np.concatenate([view.points[:, axis], view.means[list(shown), axis]])
+            low, high = (min(where), max(where)) if key == "x" else (max(where), min(where))
+            fitted = low + (values - values.min()) / (values.max() - values.min()) * (high - low)
+            found = np.array([*(item[key] for item in points), *(item[key] for item in means)])
+            assert np.abs(np.sort(found) - np.sort(fitted)).max() < 0.2  # pixels, of coordinates with four digits
+    fills = {item["fill"] for item in symbols[0]}
+    assert len(fills) == (10 if classes == 10 else 2)
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])

@@ -295,7 +295,7 @@ def parser() -> argparse.ArgumentParser:
         argument("--figures", default="svg", help="svg, png, pdf, comma-separated (default: svg)"),
         argument("--class", dest="class_name", metavar="NAME", help="class of the single-class figures"),
     )
-    outputs = "x (N, C), y (N,) or (N, C), optionally p, names, mu, sigma, lam"
+    outputs = "x (N, C), y (N,) or (N, C), optionally p, names, mu, sigma, lam, features h (N, D), W (C, D), b"
     against = argument(
         "--against",
         metavar="OTHER",
@@ -655,8 +655,24 @@ def _reproduce(args: argparse.Namespace) -> None:
 def _analyze(args: argparse.Namespace) -> None:
     """Metrics and class geometry of any model from a file of its outputs: .npz, .safetensors or .csv with x and y.
 
-    example:
-      gsoftmax analyze softmax.npz --against mine.npz      # two models on the same images
+    measures:
+      compactness      1/sigma of a class's own output; depends on the scale of x
+      separability     mean symmetric KL divergence of the own Gaussian from the impostors'
+      ratio            separability / sigma; depends on the scale of x
+      relative sigma   sigma / distance to the nearest impostor's mean; smaller is tighter
+      d'               mean distance to the impostors in units of the pooled deviation
+      with features h (and W for NC3), 0 in full collapse:
+      NC1              tr(Sigma_W Sigma_B^+) / C, variability within classes
+      NC2              norms of the centred class means, their angles, distance from a simplex
+      NC3              |W/|W| - M/|M||, W against the centred class means M
+      NC4              disagreement of the nearest class mean and the model
+      Fisher ratio     sum of squares between classes / within classes
+      effective rank   exp of the entropy of the singular values of h
+    p-values are corrected by Holm's method for all models and measures. docs/analyse.md has formulas and references.
+
+    examples:
+      gsoftmax analyze softmax.npz --against mine.npz --against other.npz      # models on the same images
+      gsoftmax evaluate runs/lam2 --features --out lam2; gsoftmax analyze lam2   # with h, W, b of a run
     """
     doc = gsoftmax.report.from_outputs(args.outputs, *args.against)
     _write_report(args, doc, f"{Path(args.outputs).stem}-report")

@@ -224,8 +224,9 @@ def open_outputs(
     source = readers[path.suffix.lower()](path)
     shapes = source.shapes
     if "y" not in shapes or not ("x" in shapes or {"h", "W"} <= shapes.keys()):
-        also = "".join(f"; {key} may be called {' or '.join(ALIASES[key][1:])}" for key in "xy" if key not in shapes)
-        raise ValueError(f"{path.name} must have x (or h and W) and y, got {', '.join(shapes) or 'neither'}{also}")
+        also = "; h and W can stand for x" if "x" not in shapes else ""
+        also += "".join(f"; {key} may be called {', '.join(ALIASES[key][1:])}" for key in "xy" if key not in shapes)
+        raise ValueError(f"{path.name} must have x and y, got {', '.join(shapes) or 'neither'}{also}")
     width, weight, bias = _classifier(source)
     shape, y_shape = shapes["x"] if "x" in shapes else (shapes["h"][0], shapes["W"][0]), shapes["y"]
     if len(shape) not in (2, 3) or (len(shape) == 3 and shape[1] != 2) or 0 in shape:
