@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
 from scipy.stats import binomtest, ttest_rel
 from sklearn.datasets import load_digits
@@ -15,7 +18,7 @@ from sklearn.neighbors import NearestCentroid
 from test_report import marks
 
 from gsoftmax import analyze as room
-from gsoftmax import cli, report
+from gsoftmax import cli, evaluation, report, summary
 from gsoftmax.analyze import analyze, compare_models
 from gsoftmax.config import Config
 from gsoftmax.report import figures
@@ -219,6 +222,15 @@ def test_probabilities_given_as_x_are_refused(tmp_path, capsys):
     assert analyze(tmp_path / "b.npz").metrics["error"] == pytest.approx((p.argmax(1) != y).mean())
 
 
+def test_probabilities_of_several_labels_are_refused(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    y = (rng.random((60, 4)) < 0.4).astype(np.uint8)
+    x = 3.0 * y - 1 + rng.normal(size=y.shape)
+    np.savez(tmp_path / "a.npz", x=1 / (1 + np.exp(-x)), y=y)
+    line = refused(tmp_path / "a.npz", capsys)
+    assert "x of a holds probabilities, all its numbers are in [0, 1]" in line and "log(p / (1 - p))" in line
+
+
 def test_features_given_as_x_are_refused(tmp_path, capsys):
     x, y = load_digits(return_X_y=True)
     np.savez(tmp_path / "a.npz", x=x, y=y)
@@ -249,6 +261,32 @@ def test_a_model_at_chance_level_has_no_geometry_but_a_warning(tmp_path, capsys)
     doc = report.from_outputs(path)
     assert doc["geometry"] == [] and doc["points"] == [] and list(doc["metrics"]) == ["error", "error_x", "nll", "ece"]
     assert "no better than that of guessing" in (tmp_path / "out" / "report.html").read_text("utf-8")
+
+
+def test_a_head_at_chance_level_is_compared_without_geometry(tmp_path):
+    rng = np.random.default_rng(0)
+    y = torch.from_numpy(rng.integers(0, 5, 300))
+    noise = [torch.from_numpy(rng.normal(size=(300, 5))) for _ in range(6)]
+    good = [v + 3 * torch.eye(5)[y] for v in noise]
+    results = {
+        name: [{**evaluation.score(x, x.softmax(1), y), "seconds": 1.0} for x in xs]
+        for name, xs in (("softmax", good[:2]), ("untrained", noise[2:4]), ("gsoftmax", good[4:]))
+    }
+    assert results["untrained"][0]["error_of_guessing"] == pytest.approx(0.8, abs=0.01)
+    assert all("error_of_guessing" not in row for row in results["softmax"])
+    found = summary.summary_of(results, [0, 1])
+    assert found["at_chance"] == ["untrained"] and set(found["metrics"]["ratio"]) == {"softmax", "gsoftmax"}
+    verdicts = summary.verdicts(found)
+    assert "compactness" in verdicts[1] and "compactness" not in verdicts[0] and "ratio" in summary.means(found).text()
+    assert verdicts[2] == "No better than guessing, so without geometry: untrained."
+    first = summary.summary_of({k: results[k] for k in ("untrained", "softmax")}, [0, 1])  # nothing to compare with
+    assert list(first["metrics"]) == ["error", "error_x", "nll", "ece"]
+    for name in found["heads"]:  # the page reads such a summary
+        (tmp_path / name).mkdir()
+    (tmp_path / "summary.json").write_text(json.dumps(found))
+    doc = report.from_runs([tmp_path])
+    assert doc["metrics"]["ratio"].keys() == {"softmax", "gsoftmax"}
+    report.write(doc, tmp_path, figures=["svg"])
 
 
 def test_a_constant_prediction_is_chance_and_a_weak_model_is_not(tmp_path):

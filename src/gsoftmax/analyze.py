@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import NormalDist
 
 import numpy as np
 import torch
@@ -49,8 +48,6 @@ _SHOWN = 1500  # points of a view
 _RESAMPLED = 2**28  # bytes of x held for the bootstrap; more rows than fit take more passes
 _DRAWS = 2**36  # numbers of x times resamples, above which there are fewer resamples, but at least _FEW_RESAMPLES
 _FEW_RESAMPLES = 200
-_JUDGED = 20  # images from which on a model is compared with chance
-_CHANCE_Z = NormalDist().inv_cdf(0.99)  # standard errors above chance that a model must reach
 
 _SINGLE = ("error", "error_x", "nll", "ece")
 _MULTI = ("mAP", "mAP_voc12", "C_P", "C_R", "C_F1_mean", "O_P", "O_R", "O_F1", "ece", "nll", "hamming")
@@ -293,7 +290,11 @@ def _reject_probabilities(file: Outputs, block: Block) -> None:
         return
     if not file.multilabel and np.allclose(x.sum(1), 1, atol=1e-3):
         how = "its rows sum to 1: save x=numpy.log(p), which is as good as the logits, and p=p"
-        raise ValueError(f"x of {file.name} holds probabilities, {how}")
+    elif file.multilabel and len(x) >= significance.FEWEST_JUDGED:
+        how = "all its numbers are in [0, 1]: save x=numpy.log(p / (1 - p)), and p=p"
+    else:
+        return
+    raise ValueError(f"x of {file.name} holds probabilities, {how}")
 
 
 class _Tally:
@@ -342,7 +343,10 @@ class _Tally:
     def result(self, notes: Sequence[str], used: np.ndarray, resamples: int) -> tuple[Analysis, Rows]:
         file, found = self.file, self.statistics.geometry()
         rows = {key: np.concatenate([block[key] for block in self.rows]) for key in self.rows[0]}
-        chance = None if file.multilabel else self._chance(rows)
+        chance = None
+        if not file.multilabel:
+            self._refuse_features(rows)
+            chance = significance.chance_accuracy(rows["y"], rows["predicted"])
         numbers, score, table = self._several(used) if file.multilabel else self._single(rows)
         numbers |= {
             "hamming": float(rows["wrong"].mean()),
@@ -398,24 +402,16 @@ class _Tally:
         )
         return analysis, rows
 
-    def _chance(self, rows: Rows) -> float | None:
-        """The expected accuracy of predictions unrelated to y, as frequent as the model's, if it is not better; outputs
-        that are features are an error."""
-        y, predicted, c = rows["y"], rows["predicted"], self.file.num_classes
-        frequency = np.bincount(y, minlength=c)
-        expected = float((frequency / len(y)) @ (np.bincount(predicted, minlength=c) / len(y)))
-        z = (np.mean(y == predicted) - expected) / math.sqrt(max(expected * (1 - expected), 1 / len(y)) / len(y))
-        if len(y) < _JUDGED or frequency.max() == len(y):
-            return None
-        labels, error = int(y.max()) + 1, float(np.mean(y != predicted))
-        if 2 * labels <= c and error >= 1 - 1 / labels:  # worse than guessing among the classes that there are
+    def _refuse_features(self, rows: Rows) -> None:
+        """Raises for outputs that are features: many columns for few classes, and worse than guessing among these."""
+        file, labels, error = self.file, int(rows["y"].max()) + 1, float(rows["wrong"].mean())
+        enough = len(rows["y"]) >= significance.FEWEST_JUDGED and not file.names_given
+        if enough and 4 <= 2 * labels <= file.num_classes and error >= 1 - 1 / labels:
             raise ValueError(
-                f"x of {self.file.name} has {c} columns, y has {labels} classes, and the error is {100 * error:.1f} %: "
-                "this looks like features; save them as h, and the logits as x (or the classifier's W and b)"
+                f"x of {file.name} has {file.num_classes} columns, y has {labels} classes, and the error is "
+                f"{100 * error:.1f} %: this looks like features; save them as h, and the logits as x (or the "
+                "classifier's W and b)"
             )
-        if z > _CHANCE_Z:
-            return None
-        return expected
 
     def _features(self, rows: Rows, used: np.ndarray) -> Features | None:
         """Measures of h, which take a second pass."""

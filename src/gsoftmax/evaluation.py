@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import distributed, geometry, metrics, ood, sharded
+from . import distributed, geometry, metrics, ood, sharded, significance
 from .build import Network, autocast, load_cached
 from .config import Config
 from .data import Dataset, eval_batches, match_inputs
@@ -125,7 +125,8 @@ class Evaluator:
 
 
 def score(x: Tensor, p: Tensor, y: Tensor) -> dict[str, float]:
-    """Metrics and class geometry: error (also of x without the Gaussian term), NLL and ECE, or multi-label metrics.
+    """Metrics and class geometry: error (also of x without the Gaussian term), NLL and ECE, or multi-label metrics; the
+    error of guessing if that of the model is not better.
 
     x: (N, C), multi-label (N, L) or (N, 2, L); p: (N, C) or (N, L); y: (N,), multi-label (N, L) of 0 and 1
 
@@ -150,6 +151,8 @@ def score(x: Tensor, p: Tensor, y: Tensor) -> dict[str, float]:
             "nll": float(metrics.negative_log_likelihood(p, y)),
             "ece": float(metrics.expected_calibration_error(p, y)),
         }
+        if (chance := significance.chance_accuracy(y, p.argmax(1))) is not None:
+            numbers["error_of_guessing"] = 1 - chance
     return numbers | stats.geometry().average()
 
 

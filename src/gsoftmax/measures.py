@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["FEATURES", "MEASURES", "MULTI", "SINGLE", "Measure", "find", "headline", "ordered"]
+__all__ = ["FEATURES", "GEOMETRY", "MEASURES", "MULTI", "SINGLE", "Measure", "find", "headline", "ordered"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ MEASURES = {
     for m in (
         Measure("error", "error", percent=True, smaller_is_better=True),
         Measure("error_x", "error of x", percent=True, smaller_is_better=True),
+        Measure("error_of_guessing", "error of guessing", percent=True),
         Measure("mAP", "mAP", percent=True),
         Measure("mAP_voc12", "mAP (VOC 2012)", percent=True),
         Measure("C_P", "C-P", percent=True),
@@ -68,13 +69,13 @@ MEASURES = {
 }
 
 # What a comparison tests, in this order.
-_GEOMETRY_AND_CALIBRATION = ("compactness", "separability", "ratio", "relative_sigma", "dprime", "nll", "ece")
-SINGLE = ("error", "error_x", *_GEOMETRY_AND_CALIBRATION)
+GEOMETRY = ("compactness", "separability", "ratio", "relative_sigma", "dprime")
+SINGLE = ("error", "error_x", *GEOMETRY, "nll", "ece")
 FEATURES = (
     *("nc1", "nc2_norms", "nc2_angles", "nc2_simplex", "nc3", "nc4", "ncm_error"),
     *("w_norms", "w_simplex", "fisher", "effective_rank"),
 )
-MULTI = ("mAP", "C_F1_mean", "O_F1", *_GEOMETRY_AND_CALIBRATION)
+MULTI = ("mAP", "C_F1_mean", "O_F1", *GEOMETRY, "nll", "ece")
 
 
 def find(key: str) -> Measure:

@@ -21,6 +21,7 @@ __all__ = [
     "Paired",
     "PaperCorrelation",
     "all_class_correlation",
+    "chance_accuracy",
     "holm",
     "mcnemar",
     "normality",
@@ -39,6 +40,8 @@ __all__ = [
 ]
 
 ALPHA = 0.05  # the level of every verdict
+FEWEST_JUDGED = 20  # images from which on a model is compared with chance
+_CHANCE_Z = NormalDist().inv_cdf(0.99)  # standard errors above chance that a model must exceed
 
 ArrayLike = Any  # a torch tensor, a NumPy array, or a list of numbers
 
@@ -140,6 +143,25 @@ def _half_binomial(n: int, k: int) -> float:
     d = [1 / (12 * m) - 1 / (360 * m**3) + 1 / (1260 * m**5) for m in (n, k, n - k)]
     powers = -k * math.log1p((2 * k - n) / n) - (n - k) * math.log1p((n - 2 * k) / n)
     return math.exp(powers + d[0] - d[1] - d[2]) * math.sqrt(n / (2 * math.pi * k * (n - k)))
+
+
+def chance_accuracy(y: ArrayLike, predicted: ArrayLike) -> float | None:
+    """The accuracy expected of predictions that are unrelated to y and as frequent as these, as in Cohen's kappa, where
+    their accuracy is not clearly better (a one-sided test at the 1 % level); else None.
+
+    y, predicted: (n,) class indices; fewer than `FEWEST_JUDGED`, or of one class, are not judged
+
+    >>> chance_accuracy([0, 1] * 20, [0] * 40), chance_accuracy([0, 1] * 20, [0, 1] * 20)
+    (0.5, None)
+    """
+    truth, found = (np.asarray(v.cpu() if hasattr(v, "cpu") else v, dtype=np.int64) for v in (y, predicted))
+    n = len(truth)
+    if n < FEWEST_JUDGED or (truth == truth[0]).all():
+        return None
+    size = int(max(truth.max(), found.max())) + 1
+    expected = float((np.bincount(truth, minlength=size) / n) @ (np.bincount(found, minlength=size) / n))
+    error = math.sqrt(max(expected * (1 - expected), 1 / n) / n)
+    return None if (truth == found).mean() > expected + _CHANCE_Z * error else expected
 
 
 def wilson(successes: ArrayLike, trials: ArrayLike, confidence: float = 0.95) -> np.ndarray:

@@ -101,16 +101,20 @@ def summary_of(results: Mapping[str, Sequence[Mapping[str, Any]]], seeds: Sequen
     keys = set.intersection(*(set(r) for h in heads for r in results[h]))
     tested = measures.ordered(k for k in results[heads[0]][0] if k in keys)
     summary: dict[str, Any] = {"heads": heads, "seeds": list(seeds), "metrics": {}, "multilabel": "mAP" in tested}
+    at_chance = summary["at_chance"] = [h for h in heads if any("error_of_guessing" in r for r in results[h])]
     for key in tested:
-        scale = measures.find(key).scale
-        values = {h: np.array([scale * r[key] for r in results[h]]) for h in heads}
+        scale, shown = measures.find(key).scale, heads
+        if key in measures.GEOMETRY:  # of outputs without skill it means nothing
+            shown = [] if heads[0] in at_chance else [h for h in heads if h not in at_chance]
+        values = {h: np.array([scale * r[key] for r in results[h]]) for h in shown}
         rows: dict[str, Any] = {}
         for h, v in values.items():
             sd = float(v.std(ddof=1)) if len(v) > 1 else None
             rows[h] = {"values": v.tolist(), "mean": float(v.mean()), "sd": sd}
             if h != heads[0] and len(v) > 1:
                 rows[h]["paired"] = asdict(significance.paired(values[heads[0]], v))
-        summary["metrics"][key] = rows
+        if rows:
+            summary["metrics"][key] = rows
     correct([row["paired"] for rows in summary["metrics"].values() for row in rows.values() if "paired" in row])
     summary["seconds"] = {h: [r["seconds"] for r in results[h]] for h in heads}
     return summary
@@ -263,10 +267,14 @@ def verdicts(summary: Mapping[str, Any]) -> list[str]:
             f"interval {signed(d['low'])} to {signed(d['high'])}: {shown}"
         )
         for key in ("compactness", "separability", "ratio"):
-            rows = summary["metrics"][key]
+            rows = summary["metrics"].get(key, {})
+            if h not in rows:  # at chance level
+                continue
             base, g = rows[heads[0]]["mean"], rows[h]["paired"]
             sentence += f"; {key} {100 * g['difference'] / base:+.0f} %, p {p_value(g['p_holm'])}"
         sentences.append(sentence + ".")
+    if at_chance := summary.get("at_chance"):
+        sentences.append(f"No better than guessing, so without geometry: {', '.join(at_chance)}.")
     return sentences
 
 

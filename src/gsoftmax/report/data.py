@@ -124,6 +124,8 @@ def _read_summary(path: Path) -> dict[str, Any]:
             raise ValueError("a head's name leads out of the folder")
         for metric in _checked(metrics, bool(summary["multilabel"])):
             for head in heads:
+                if metric in measures.GEOMETRY and {head, heads[0]} & set(summary.get("at_chance", ())):
+                    continue
                 row = metrics[metric][head]
                 if len(row["values"]) != len(seeds) or not all(map(_is_number, [row["mean"], *row["values"]])):
                     raise ValueError(f"{metric} of {head} must be {len(seeds)} numbers and their mean")
@@ -172,9 +174,9 @@ def _from_runs(
         notes.update(a.notes)
     doc["notes"] += [note if n == len(ready) else f"{note} (in {n} of {len(ready)} runs)" for note, n in notes.items()]
     for head in heads[1:]:
-        runs = [[a for (h, _), a in found.items() if h == name] for name in (heads[0], head)]
-        if all(runs) and all(a.chance is None for a in (*runs[0], *runs[1])):
-            first, second = map(_over_seeds, runs)
+        pair = [[a for (h, _), a in found.items() if h == name] for name in (heads[0], head)]
+        if all(pair) and all(a.chance is None for a in (*pair[0], *pair[1])):
+            first, second = map(_over_seeds, pair)
             doc["over_classes"][head] = _json({m: significance.paired(first[m], second[m]) for m in first})
     correct([test for tests in doc["over_classes"].values() for test in tests.values()])
     doc["over_classes"] = _json(doc["over_classes"])  # a test without a p has no corrected one

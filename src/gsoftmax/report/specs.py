@@ -527,7 +527,9 @@ def _calc(**fields: str) -> list[Spec]:
 
 
 def _row_of(metric: str) -> list[Spec]:
-    return _steps("head === null || datum.head === head", _calc(row=f"doc.metrics[{metric}][datum.head]"))
+    return _steps(
+        "head === null || datum.head === head", _calc(row=f"doc.metrics[{metric}][datum.head]"), "isValid(datum.row)"
+    )
 
 
 def _interval(row: str) -> list[Spec]:
