@@ -283,7 +283,7 @@ def learned(panel: str = "head", chosen: str = "cls") -> Spec:
 
 def confusion(panel: str = "panel", chosen: str = "cls") -> Spec:
     """What the images of every class are taken for, by one head: percent of the class, over all seeds."""
-    names = {"labelExpr": "doc.classes[doc.confusable[datum.value]]", "labelOverlap": True, "labelLimit": 80}
+    names = {"labelExpr": "doc.classes[doc.confusable[datum.value]]", "labelOverlap": True, "labelLimit": 110}
     axis = {**names, "ticks": False, "domain": False}
     domain = {"domain": {"expr": "sequence(length(doc.confusable))"}, "padding": 0.06}
     y = {"field": "row", "type": "ordinal", "title": "class", "axis": axis, "scale": domain}
