@@ -305,7 +305,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add(_analyze, argument("outputs", metavar="OUTPUTS", help=outputs), against, *report)
     paper = argument("--paper", metavar="DIR", help="the paper's tables with the runs of `gsoftmax reproduce` in DIR")
-    add(_report, argument("runs", nargs="*", metavar="RUN"), paper, *report)
+    add(_report, argument("runs", nargs="*", metavar="RUN"), paper, data, *report)
     for run in (_datasets, _recipes, _heads):
         add(run)
     add(_completion, argument("shell", choices=completion.SHELLS))
@@ -484,11 +484,10 @@ def _plan(args: argparse.Namespace, plan: Any, size: str, runs: int) -> None:
 def _show_comparison(args: argparse.Namespace, found: Any, title: str) -> None:
     """Writes the page, then prints the tables: where nobody reads them the page is there."""
     made, out = gsoftmax.summary, _out(args)
-    title += f" ({found['incomplete']})" if "incomplete" in found else ""
     page, shown = None, ""
     try:
         with gsoftmax.workers.locked_when_free(out):
-            page = shown = str(gsoftmax.report.write_page(found, out, title))
+            page = shown = str(gsoftmax.report.write_page(found, out, _titled(title, found), args.data))
     except ValueError as error:  # the runs and their numbers are there all the same
         shown = f"no page was written: {error}"
     if args.json:
@@ -693,18 +692,21 @@ def _report(args: argparse.Namespace) -> None:
         made, paths = report.write_paper_tables(args.paper, args.out or "paper-tables", split_words(args.tables))
         print("\n\n".join(table.text() for table in made), *paths, sep="\n")
     else:
-        _write_report(args, _document(args.runs), args.runs[0] if len(args.runs) == 1 else "report")
+        _write_report(args, _document(args), args.runs[0] if len(args.runs) == 1 else "report")
 
 
-def _document(runs: Sequence[str]) -> Any:
+def _document(args: argparse.Namespace) -> Any:
     """The document of runs, or of a comparison with as many runs as it has by now."""
-    found = gsoftmax.summary.so_far(runs[0]) if len(runs) == 1 else None
+    found = gsoftmax.summary.so_far(args.runs[0]) if len(args.runs) == 1 else None
     if found is None:
-        return gsoftmax.report.from_runs(runs)
-    title, incomplete = Path(runs[0]).resolve().name, found.get("incomplete")
-    doc = gsoftmax.report.from_comparison(found, runs[0], f"{title} ({incomplete})" if incomplete else title)
-    doc["notes"][:0] = [incomplete] if incomplete else []
-    return doc
+        return gsoftmax.report.from_runs(args.runs, data_root=args.data)
+    title = _titled(Path(args.runs[0]).resolve().name, found)
+    return gsoftmax.report.from_comparison(found, args.runs[0], title, args.data)
+
+
+def _titled(title: str, found: Any) -> str:
+    """The title of a comparison's report."""
+    return f"{title} (incomplete: {found['incomplete']})" if "incomplete" in found else title
 
 
 def _write_report(args: argparse.Namespace, doc: Any, out: str) -> None:

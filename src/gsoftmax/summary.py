@@ -77,7 +77,7 @@ def so_far(out: str | os.PathLike[str]) -> dict[str, Any] | None:
         written = _read(Path(out) / "summary.json")
         same = written.get("heads") == heads and written.get("seeds") == seeds
         return None if same else summary_of({h: [results[h, s] for s in seeds] for h in heads}, seeds)
-    incomplete = f"{len(results)} of {plural(len(found), 'run')}"
+    finished = f"{len(results)} of {plural(len(found), 'run')}"
     if not results:
         return None
     whole = [s for s in seeds if all((h, s) in results for h in heads)]
@@ -85,7 +85,7 @@ def so_far(out: str | os.PathLike[str]) -> dict[str, Any] | None:
         whole = [max(seeds, key=lambda s: sum((h, s) in results for h in heads))]
         heads = [h for h in heads if (h, whole[0]) in results]
     summary = summary_of({h: [results[h, s] for s in whole] for h in heads}, whole)
-    return summary | {"incomplete": f"incomplete: {incomplete} finished"}
+    return summary | {"incomplete": f"{finished} finished"}
 
 
 def _read(path: Path) -> dict[str, Any]:
