@@ -311,6 +311,7 @@ def summary_with(values, keys=("error", "compactness", "separability", "ratio"))
         ([0.010, 0.012, 0.009, 0.0105], "better", "It helps: error −8.96 points, between −9."),
         ([0.190, 0.192, 0.189, 0.1905], "worse", "It hurts: error +9.04 points, between +8."),
         ([0.101, 0.098, 0.103, 0.099], "open", "No evidence that it helps: error +0."),
+        ([0.097, 0.1, 0.0965, 0.0985], "open", "Not shown that it helps, after correction for all tests: error −0.20"),
     ],
 )
 def test_findings_are_plain_sentences(second, verdict, begins):

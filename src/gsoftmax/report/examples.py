@@ -42,7 +42,7 @@ _AGREED, _CONFIDENT = 0.8, 0.7  # of the runs, and their mean probability: a lab
 _BLOCK = 2**22
 _SIDE = 112  # of the thumbnails of photos, in pixels
 _PIXELATED = 48  # small images keep every pixel
-_MOST_BYTES = 1_200_000  # of all thumbnails
+_MOST_BYTES = 800_000  # of all thumbnails
 
 Runs = Mapping[tuple[str, int], Path]
 Tile = dict[str, Any]

@@ -52,7 +52,7 @@ def _tile(doc: Mapping[str, Any], tile: Tile, runs: Mapping[str, int]) -> dict[s
 
     lines: list[dict[str, Any]] = []
     for (head, n), side in zip(runs.items(), ("first", "second"), strict=False):
-        right = f"{round(n * (1 - tile[side]))} of {n} right"
+        right = f"{round(n * (1 - tile[side]))}/{n} right"
         wrong = f", else {answer(tile[f'as_{side}'])}" if tile[side] > 0 else ""
         lines.append({"colour": paint[head], "text": right + wrong})
     if "p" in tile:

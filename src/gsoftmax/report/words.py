@@ -90,9 +90,9 @@ def _of_seeds(doc: Mapping[str, Any], head: str) -> Finding:
     if verdict != "open":
         sentence = f"{_HELPS[verdict]}: {change} (p {p_value(p)} after correction)."
     elif unlike:
-        sentence = (
-            f"No evidence that it helps after correction for all tests: {change} (p {p_value(paired['p'])} alone)."
-        )
+        word = "helps" if (paired["difference"] < 0) == measure.smaller_is_better else "hurts"
+        alone = p_value(paired["p"])
+        sentence = f"Not shown that it {word}, after correction for all tests: {change} (p {alone} alone)."
     else:
         sentence = f"No evidence that it helps: {change}."
     return Finding(head, verdict, sentence, " ".join([_power(paired, n), _geometry(doc, head)]).strip())
