@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from .. import build
-from ..data.images import read_image, resize
+from ..data.images import read_image
 from ..messages import first_line
 from ..outputs import IGNORE, Outputs, open_outputs
 from ..runs import read_config
@@ -294,14 +294,12 @@ def _thumbnail(x: torch.Tensor) -> str:
     """A data URI of an image; x: uint8 (C, H, W)."""
     from PIL import Image
 
-    height, width = x.shape[1:]
-    small = max(height, width) <= _PIXELATED
-    if not small:
-        scale = min(1.0, _SIDE / max(height, width))
-        x = resize(x[None], (max(1, round(scale * height)), max(1, round(scale * width))))[0]
+    small = max(x.shape[1:]) <= _PIXELATED
     pixels = x.permute(1, 2, 0).contiguous().numpy()
-    out = io.BytesIO()
     image = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels[:, :, :3])
+    if not small:
+        image.thumbnail((_SIDE, _SIDE), reducing_gap=2.0)
+    out = io.BytesIO()
     image.save(out, "PNG" if small else "JPEG", **({"optimize": True} if small else {"quality": 80}))
     kind = "png" if small else "jpeg"
     return f"data:image/{kind};base64,{base64.b64encode(out.getvalue()).decode()}"
