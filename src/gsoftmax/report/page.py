@@ -26,7 +26,7 @@ from .figures import vl_convert
 
 # What the page holds for each class, head, seed and split is about 300 bytes.
 _MOST_ROWS = 5_000
-_MOST_CLASSES = 2_000
+_MOST_CLASSES = 1_500
 _MOST_EXACT = 200  # classes whose numbers have all digits
 _MOST_TABLE_ROWS = 200  # of a table on the page
 _MOST_CONFUSIONS = 20
@@ -102,7 +102,7 @@ def trim(doc: Document) -> Document:
     """The same with as many classes and seeds as fit into a few megabytes, and notes on the rest."""
     small = {**doc, "notes": list(doc["notes"])}
     rows, parts = doc["geometry"], len(doc["heads"]) * len(doc["splits"])
-    most = min(_MOST_CLASSES, max(1, 3 * _MOST_ROWS // parts))
+    most = min(_MOST_CLASSES, max(1, 2 * _MOST_ROWS // parts))
     if len(doc["classes"]) > most:
         count = rows[0]["count"]
         keep = sorted(sorted(range(len(count)), key=lambda c: -count[c])[:most])
