@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import doctest
 import functools
 import importlib
@@ -107,7 +108,16 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
 
 
 def test_pages_with_code_are_found():
-    expected = {"start-here", "your-loop", "compare", "analyse", "reproduce", "mathematics"}
+    expected = {
+        "start-here",
+        "photos",
+        "from-cross-entropy",
+        "your-loop",
+        "compare",
+        "analyse",
+        "reproduce",
+        "mathematics",
+    }
     assert all(runnable(FOUND[page]) for page in ("README.md", *(f"docs/{name}.md" for name in expected)))
 
 
@@ -157,7 +167,7 @@ def check_names(args: argparse.Namespace, changes: list[str]) -> None:
     if args.command in ("train", "compare") and not (args.command == "compare" and recipes.family(args.what)):
         made = cli.find_config(args.what, changes, getattr(args, "smoke", False))
         family = data.parse(made.data)[0]
-        assert family in {"folder", "npz", "arff", "mosaic"} | {info.name for info in data.describe()}, made.data
+        assert family in {"folder", "csv", "npz", "arff", "mosaic"} | {info.name for info in data.describe()}, made.data
     if args.command == "compare" and args.heads:
         for name, options in map(config.parse_head, compare.split_heads(args.heads)):
             if ":" not in name:
@@ -312,6 +322,23 @@ def test_every_page_is_in_a_toctree():
     assert {page for page in pages if "_build" not in page} == listed
 
 
+def test_every_key_of_the_configuration_is_in_the_tables_of_settings():
+    extension()
+    tables = importlib.import_module("generated").configuration()
+    rows = {row.split(" | ")[0].strip("|` "): row for row in tables.splitlines() if row.startswith("| `")}
+    assert [*rows] == [field.name for field in dataclasses.fields(config.Config)]
+    assert all(row.rstrip(" |").rpartition(" | ")[2].strip() for row in rows.values())  # a meaning
+    assert "| `mean`, `sum`, `batchmean` |" in rows["reduction"] and "| 0 to 1 |" in rows["momentum"]
+    assert "<!-- configuration -->" in FOUND["docs/settings.md"]
+
+
+def test_every_extra_is_described():
+    text = (ROOT / "pyproject.toml").read_text("utf-8").split("[project.optional-dependencies]")[1].split("\n[")[0]
+    table = FOUND["docs/start-here.md"].split("| extra |")[1].split("\n\n")[0]
+    named = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert named == set(re.findall(r"^(\w+) = \[", text, re.MULTILINE))
+
+
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path):
     site = tmp_path / "html"
@@ -327,6 +354,6 @@ def test_the_site_builds_without_a_warning(tmp_path):
         assert page == "playground" or (urls and not any(re.match(r"(https?:)?//", url) for url in urls)), page
     assert all(option in text["command-line"] for option in ("--first-seed", "--against", "--smoke", "--resume"))
     assert "<math" in text["mathematics"] and "GSoftmaxLoss" in text["examples"]
-    assert all(f">{name}</span>" in text["api/config"] for name in ("val_fraction", "head_options", "train_geometry"))
+    assert all(f">{name}</span>" in text["settings"] for name in ("val_fraction", "head_options", "train_geometry"))
     assert all(name in text["reproduce"] for name in ("wrn-cifar100-gsoftmax", "tiny-imagenet", "3.36"))
     assert 'id="gsoftmax.functional.gsoftmax_cross_entropy"' in text["api/functional"]

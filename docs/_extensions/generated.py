@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from docstrings import field_comments
 from sphinx.application import Sphinx
 
 from gsoftmax import cli, data
-from gsoftmax.config import Config
+from gsoftmax.config import CHOICES, RANGES, Config
 from gsoftmax.recipes import recipes as all_recipes
 
 
@@ -31,16 +32,25 @@ def commands() -> str:
 
 
 def configuration() -> str:
-    """The keys of `Config`, one table per group."""
+    """The keys of `Config`, one section per group."""
     out = []
     for name, kind, default, text in field_comments(Config):
         if name:
             default = re.sub(r"field\(default_factory=(?:lambda: )?(.*)\)", r"\1", default).replace("dict", "{}")
-            cells = (f"`{name}`", f"`{kind}`", f"`{default}`", text)
+            cells = (f"`{name}`", f"`{kind}`", f"`{default}`", accepted(name), text)
             out.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         else:
-            out.append(f"\n**{text[0].upper()}{text[1:]}**\n\n| key | type | default | |\n|---|---|---|---|")
+            heading = f"## {text[0].upper()}{text[1:]}"
+            out.append(f"\n{heading}\n\n| key | type | default | accepted | meaning |\n|---|---|---|---|---|")
     return "\n".join(out)
+
+
+def accepted(name: str) -> str:
+    """What values a key takes, beyond its type."""
+    if name in CHOICES:
+        return ", ".join(f"`{choice}`" for choice in CHOICES[name])
+    low, high = RANGES.get(name, (-math.inf, math.inf))
+    return "" if low == -math.inf else f"{low} or more" if high == math.inf else f"{low} to {high:g}"
 
 
 def datasets() -> str:

@@ -16,7 +16,7 @@ from .data import Document, from_runs
 RESULTS = Path("results/digits.json")
 IMAGES = Path("docs/images")
 CLASS = "3"  # of the digits, the one that is hardest to tell from the others
-NAMES = ("x-against-p", "gaussians", "seeds")
+NAMES = ("x-against-p", "gaussians", "learned", "seeds", "calibration")
 
 
 def refresh(runs: str, results: Path = RESULTS) -> Path:
