@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import copy
 import importlib
+import importlib.util
+import json
 import re
+import sys
 import warnings
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import numpy as np
 import processes
@@ -16,8 +21,13 @@ from processes import one_thread  # noqa: F401
 from torch import nn
 
 from gsoftmax import GSoftmaxLoss, attach, head_of
+from gsoftmax.config import Config
 from gsoftmax.geometry import MEASURES, ClassStatistics
 from gsoftmax.heads import LSoftmaxHead
+from gsoftmax.integrations.tensorboard import log_gaussians
+from gsoftmax.integrations.wandb import WandbWriter, open_run
+from gsoftmax.runs import RunFolder
+from gsoftmax.train import train
 
 CLASSES = 5
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
@@ -602,3 +612,87 @@ def test_tensorboard_of_values_that_are_not_finite_or_of_half_precision(tmp_path
     assert set(events.Tags()["histograms"]) == {"mu", "half/mu", "half/sigma"}
     assert np.isnan(events.Scalars("mu_mean")[0].value)
     assert events.Histograms("half/sigma")[0].histogram_value.num == 4
+
+
+# Weights & Biases
+
+
+class StandIn(ModuleType):
+    """What the package uses of `wandb`, with its signatures; the library itself takes 100 MB."""
+
+    class Settings:
+        def __init__(self, *, silent: bool, console: str) -> None:
+            self.options = silent, console
+
+    class Histogram:
+        def __init__(self, sequence: list[float]) -> None:
+            self.sequence = sequence
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.__spec__ = ModuleSpec("wandb", None)
+        self.started: list[dict] = []
+        self.rows: list[tuple[int, dict]] = []
+        self.finished = 0
+
+    def init(self, *, mode, project, dir, id, name, resume, reinit, config, settings):
+        self.started.append(locals())
+        return self
+
+    def log(self, data: dict, *, step: int) -> None:
+        assert not self.rows or step >= self.rows[-1][0]  # the library drops rows of earlier steps
+        self.rows.append((step, data))
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    for name in ("WANDB_MODE", "WANDB_PROJECT"):
+        monkeypatch.delenv(name, raising=False)
+    module = StandIn()
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+def test_wandb_gets_the_rows_of_a_run(tmp_path, wandb):
+    config = Config(epochs=2, train_fraction=0.2, threads=1, device="cpu", logger="wandb")
+    train(config, tmp_path / "softmax" / "seed-0")
+    (started,) = wandb.started
+    assert (started["mode"], started["project"], started["name"]) == ("offline", "gsoftmax", "softmax/seed-0")
+    assert started["dir"] == str((tmp_path / "softmax" / "seed-0").resolve()) and started["config"]["epochs"] == 2
+    rows = [json.loads(line) for line in (tmp_path / "softmax/seed-0/metrics.jsonl").read_text().splitlines()]
+    written = [
+        (row.get("epoch", row.get("epochs")), {key: value})
+        for row in rows
+        for key, value in row.items()
+        if key not in ("epoch", "final")
+    ]
+    assert wandb.rows == written and wandb.finished == 1
+    again = RunFolder(tmp_path / "softmax" / "seed-0", config.override({"logger": None}), {}, resume=True)
+    with again:  # the logger does not make it another run
+        again.checkpoint()
+    assert len(wandb.started) == 1
+
+
+def test_wandb_mode_and_project_follow_the_environment(tmp_path, wandb, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_PROJECT", "trees")
+    one, other = open_run(tmp_path / "a", Config()), open_run(tmp_path / "b", Config())
+    assert [(run["mode"], run["project"]) for run in wandb.started] == [("online", "trees")] * 2
+    assert wandb.started[0]["id"] != wandb.started[1]["id"] and one.run is other.run is wandb
+
+
+def test_wandb_gets_gaussians(wandb):
+    log_gaussians(WandbWriter(wandb), GSoftmaxLoss(3, mu=[1.0, 2.0, 3.0]), 7)
+    found = {tag: value for step, row in wandb.rows for tag, value in row.items() if step == 7}
+    assert found["gsoftmax/mu"].sequence == [1.0, 2.0, 3.0] and found["gsoftmax/mu_mean"] == 2.0
+
+
+def test_a_logger_that_is_not_installed_is_said_before_anything_is_written(tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "wandb" else find(name, *rest))
+    with pytest.raises(ValueError, match=r"logger=wandb needs wandb, .*: pip install 'gsoftmax\[wandb\]'"):
+        train(Config(logger="wandb"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()

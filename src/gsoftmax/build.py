@@ -11,6 +11,7 @@ import copy
 import functools
 import gc
 import hashlib
+import importlib.util
 import inspect
 import os
 import sys
@@ -183,6 +184,10 @@ def validate(config: Config, dataset: Dataset) -> None:
         data_room.Augment.parse(config.augment)
     if config.weights is not None:
         backbones.read_state_dict(config.weights)
+    if config.logger is not None and importlib.util.find_spec(config.logger) is None:
+        raise ValueError(
+            f"logger={config.logger} needs {config.logger}, which is not installed: pip install 'gsoftmax[wandb]'"
+        )
 
 
 # ----------------------------------------------------------------------------------------------------------- network

@@ -19,6 +19,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "amp": ("off", "bf16", "fp16"),
     "evaluate_on": ("test", "val"),
     "init": ("constant", "data"),
+    "logger": ("wandb",),
     "parallel": ("ddp", "fsdp"),
     "reduction": ("mean", "sum", "batchmean"),
     "schedule_every": ("epoch", "step"),
@@ -109,6 +110,7 @@ class Config:
     evaluate_every: int = 0  # epochs; 0 is at the end only
     checkpoint_every: int = 1  # epochs; 0 is never
     checkpoint_minutes: float = 10.0  # within a long epoch; 0 is never
+    logger: str | None = None  # wandb: metrics to Weights & Biases too, offline unless WANDB_MODE says otherwise
     train_geometry: bool = True  # class geometry of the training split too, by one more pass at the end
     ood: str | None = None  # out-of-distribution detection: datasets to detect, separated by spaces
 
@@ -166,8 +168,9 @@ class Config:
         return Config(**{"split_seed": 0, **found})
 
     def identity(self) -> dict[str, Any]:
-        """The keys that decide the result: all except machine, parallelism, evaluation and checkpoint intervals."""
-        where = ("device", "threads", "workers", "evaluate_every", "checkpoint_every", "checkpoint_minutes", "parallel")
+        """The keys that decide the result: all except machine, parallelism, logger, and intervals."""
+        where = {"device", "threads", "workers", "parallel", "logger"}
+        where |= {"evaluate_every", "checkpoint_every", "checkpoint_minutes"}
         held = {k: v for k, v in dataclasses.asdict(self).items() if k not in where}
         drawn = (self.val_fraction, self.train_fraction, self.imbalance, self.label_noise) != (0, 1, 1, 0)
         if not drawn or self.split_seed == self.seed:

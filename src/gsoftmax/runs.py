@@ -48,6 +48,7 @@ from .files import (
     verify,
     write_sums,
 )
+from .integrations import wandb
 from .messages import first_line
 
 KEPT = 2  # checkpoints
@@ -63,7 +64,8 @@ class RunFolder:
     ) -> None:
         self.path, self.resume = Path(path), resume
         self.checkpoints = self.path / "checkpoint"
-        self._board: Any = None  # a TensorBoard writer, where there is TensorBoard
+        self._boards: list[Any] = []  # TensorBoard's writer, where there is TensorBoard, and that of `logger`
+        self._config = config
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{path} must be a folder, and is a file")
         with ExitStack() as stack:
@@ -82,7 +84,7 @@ class RunFolder:
             raise ValueError(f"{self.path} already contains a run; continue it with --resume")
         check_config(self.path, config, described.get("fingerprints", {}))
         make_folder(self.path, "checkpoint")
-        refuse_link(self.path / "tensorboard")
+        refuse_link(self.path / "tensorboard", self.path / "wandb")
         for folder in (self.path, self.checkpoints):
             remove_leftovers(folder)
         atomic_write(self.path / "environment.json", json.dumps(environment() | dict(described), indent=2))
@@ -100,11 +102,15 @@ class RunFolder:
         atomic_write(self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
         try:
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            return state
-        with suppress(UnicodeEncodeError):  # a name that the locale cannot decode, which TensorBoard does not take
-            self._board = SummaryWriter(str(self.path / "tensorboard"), purge_step=None if state is None else done + 1)
-            self._open.callback(self._board.close)
+
+            purged = None if state is None else done + 1
+            self._boards.append(SummaryWriter(str(self.path / "tensorboard"), purge_step=purged))
+        except (ImportError, UnicodeEncodeError):  # a name that the locale cannot decode, which TensorBoard refuses
+            pass
+        if self._config.logger == "wandb":
+            self._boards.append(wandb.open_run(self.path, self._config))
+        for board in self._boards:
+            self._open.callback(board.close)
         return state
 
     def _state(self) -> dict[str, Any] | None:
@@ -131,10 +137,10 @@ class RunFolder:
 
     def log(self, row: Mapping[str, Any]) -> None:
         append_line(self.path / "metrics.jsonl", json.dumps(row))
-        if self._board is not None:
+        for board in self._boards:
             for key, value in row.items():
                 if isinstance(value, (int, float)) and key not in ("epoch", "final"):
-                    self._board.add_scalar(key, value, row.get("epoch", row.get("epochs")))
+                    board.add_scalar(key, value, row.get("epoch", row.get("epochs")))
 
     def finish(
         self,

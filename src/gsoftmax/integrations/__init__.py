@@ -1,11 +1,11 @@
-"""Adapters for Hugging Face `Trainer`, Lightning and TensorBoard, each imported on first use."""
+"""Adapters for Hugging Face `Trainer`, Lightning, TensorBoard and Weights & Biases, each imported on first use."""
 
 from __future__ import annotations
 
 import importlib
 from types import ModuleType
 
-__all__ = ["lightning", "tensorboard", "transformers"]
+__all__ = ["lightning", "tensorboard", "transformers", "wandb"]
 
 
 def __getattr__(name: str) -> ModuleType:
