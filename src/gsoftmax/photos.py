@@ -67,11 +67,12 @@ def choose(
     device = "cpu" if build.pick_device(config.device).type == "cpu" else "gpu"
     choice, name, weights = _SCRATCH[device], next(iter(_SCRATCH[device].networks)), config.pretrained
     if config.weights is None and (config.pretrained or "pretrained" in free):
-        networks = _FINE_TUNED[device].networks
-        on_disk = ((known, found) for known in networks if (found := backbones.weights_on_disk(known)))
-        known, found = next(on_disk, (next(iter(networks)), None))
-        if found or config.pretrained:  # those that are not on disk are downloaded
-            choice, name, weights = _FINE_TUNED[device], known, found or config.pretrained
+        tuned = _FINE_TUNED[device]
+        on_disk = {known: found for known in tuned.networks if (found := backbones.weights_on_disk(known))}
+        if on_disk:
+            choice, (name, weights) = tuned, next(iter(on_disk.items()))
+        elif config.pretrained:  # they are downloaded
+            choice, name = tuned, next(iter(tuned.networks))
     chosen: dict[str, Any] = {"backbone": name, "image_size": config.image_size or choice.networks[name]}
     if weights != config.pretrained:
         chosen["pretrained"] = weights

@@ -59,7 +59,7 @@ def weights_on_disk(name: str) -> bool | str:
         return False
     hub = [(described.hf_hub_id, file) for file in ("model.safetensors", "pytorch_model.bin") if described.hf_hub_id]
     in_hub = any(isinstance(try_to_load_from_cache(*place), str) for place in hub)
-    return in_hub or (bool(described.url) and (cache / Path(described.url).name).is_file())
+    return in_hub or (bool(described.url) and (cache / Path(str(described.url)).name).is_file())
 
 
 def torchvision_backbone(
