@@ -317,7 +317,7 @@ def keep_metrics(run: Path) -> None:
     atomic_write(run / _METRICS_ONLY, "Model and outputs of this run were not kept.\n")
     for name in ("model.safetensors", "outputs.safetensors"):
         (run / name).unlink(missing_ok=True)
-    for name in ("tensorboard", "checkpoint"):
+    for name in ("tensorboard", "wandb", "checkpoint"):
         shutil.rmtree(run / name, ignore_errors=True)
     write_sums(run, _FINAL)
 
