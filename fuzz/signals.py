@@ -1,6 +1,7 @@
 """Signals and kills at every moment of `gsoftmax compare` and `train`: what happened, as a table.
 
     python -m fuzz.signals results/signals.json
+    python -m fuzz.signals "" "compare report"      # some of it
 
 A cell is a command that is started, hit at a moment, and watched.  Its processes must be gone in ten seconds (two after
 a second signal), its status is 128 + n, one line says how to go on, and the same command, run again, ends with the bits
@@ -30,8 +31,12 @@ from gsoftmax import build, cli, compare, report, runs, train
 SIGNALS = {"INT": signal.SIGINT, "TERM": signal.SIGTERM, "HUP": signal.SIGHUP}
 MOMENTS = ("loading", "training", "checkpoint", "evaluating", "report")
 SETTINGS = ["digits", "device=cpu", "threads=1", "epochs=4", "batch_size=8"]
-COMPARE = ["compare", *SETTINGS, "--heads", "softmax,gsoftmax", "--seeds", "1", "--jobs", "2"]
-TRAIN = ["train", *SETTINGS, "head=gsoftmax"]
+COMPARE = ["compare", *SETTINGS, "--heads", "softmax,gsoftmax", "--seeds", "1", "--jobs"]
+COMMANDS = {
+    "compare": [*COMPARE, "2"],  # two workers
+    "compare-1": [*COMPARE, "1"],  # in the process itself
+    "train": ["train", *SETTINGS, "head=gsoftmax"],
+}
 PATIENCE = 120.0  # seconds until the moment comes
 LIMIT, AT_ONCE = 10.0, 2.0  # seconds after one signal, and after the second
 AGAIN = 0.7  # seconds between the two
@@ -60,21 +65,21 @@ class Cell:
 def cells() -> Iterator[Cell]:
     """All cells of the table."""
     for moment in MOMENTS:
-        targets = ["parent", "group", "worker"] if moment != "report" else ["parent", "group"]
-        for target in targets:
-            yield from (Cell("compare", moment, number, target) for number in SIGNALS)
-        for target in ("parent", "group"):
-            yield from (Cell("compare", moment, number, target) for number in ("INT2", "TERM2"))
-        yield Cell("compare", moment, "KILL", "parent")
-        if moment != "report":
-            yield Cell("compare", moment, "KILL", "worker")
-            yield from (Cell("train", moment, number, "parent") for number in SIGNALS)
+        for number in (*SIGNALS, "INT2", "TERM2", "KILL"):
+            yield Cell("compare", moment, number, "parent")
+            yield Cell("compare-1", moment, number, "parent")
+            if moment != "report":
+                yield Cell("train", moment, number, "parent")
+            if moment != "report" and not number.endswith("2"):
+                yield Cell("compare", moment, number, "worker")
+            if number != "KILL":
+                yield Cell("compare", moment, number, "group")
 
 
 class Program:
     """A gsoftmax command, forked, in a session of its own."""
 
-    def __init__(self, argv: list[str], said: Path) -> None:
+    def __init__(self, argv: list[str], said: Path, report: bool = True) -> None:
         self.pid = os.fork()
         if self.pid:
             return
@@ -86,6 +91,8 @@ class Program:
             os.dup2(file.fileno(), 2)
         status = 70
         try:
+            if not report:  # which takes longer than these runs
+                cli._show_comparison = lambda *_: None
             status = cli.main(argv)
             sys.stdout.flush()
         finally:
@@ -134,7 +141,7 @@ def reached(moment: str, out: Path) -> Callable[[], bool]:
 def hit(cell: Cell, folder: Path, expected: dict[str, bytes]) -> None:
     """Runs a cell."""
     out, said = folder / "out", folder / "said"
-    argv = [*(COMPARE if cell.command == "compare" else TRAIN), "--out", str(out)]
+    argv = [*COMMANDS[cell.command], "--out", str(out)]
     number = signal.SIGKILL if cell.signal == "KILL" else SIGNALS[cell.signal.removesuffix("2")]
     program, come = Program(argv, said), reached(cell.moment, out)
     try:
@@ -144,7 +151,7 @@ def hit(cell: Cell, folder: Path, expected: dict[str, bytes]) -> None:
                 cell.wrong = "the moment did not come"
                 return
             time.sleep(0.001)
-        if cell.moment == "loading":  # workers import torch, or the data is read
+        if cell.moment == "loading":  # workers import torch, or the network is made
             time.sleep(random.uniform(0.0, 2.0 if cell.command == "compare" else 0.02))
         target = random.choice(program.workers()) if cell.target == "worker" else program.pid
         for send in range(2 if cell.signal.endswith("2") else 1):
@@ -180,8 +187,8 @@ def hit(cell: Cell, folder: Path, expected: dict[str, bytes]) -> None:
         cell.wrong = "no line says how to go on"
     again = [*argv, "--resume"] if cell.command == "train" and (out / "config.json").exists() else argv
     if cell.command == "compare":
-        again = [*again[:-4], "--jobs", "1", "--out", str(out)]  # in one process: the result is the same
-    program = Program(again, said)
+        again = [*COMMANDS["compare-1"], "--out", str(out)]  # without workers that import torch: the result is the same
+    program = Program(again, said, report=cell.moment == "report")
     while (status := program.ended()) is None:
         time.sleep(0.01)
     cell.same = status == 0 and contents(out) == expected
@@ -196,7 +203,7 @@ def contents(out: Path) -> dict[str, bytes]:
 
 def undisturbed(command: str, folder: Path) -> dict[str, bytes]:
     """The files of a command that nobody disturbs."""
-    argv = [*(COMPARE[:-2] + ["--jobs", "1"] if command == "compare" else TRAIN), "--out", str(folder)]
+    argv = [*COMMANDS["train" if command == "train" else "compare-1"], "--out", str(folder)]
     program = Program(argv, folder.with_suffix(".said"))
     while (status := program.ended()) is None:
         time.sleep(0.01)
@@ -224,21 +231,27 @@ def run(todo: list[Cell], told: Callable[[Cell], None] = lambda cell: None) -> l
     return todo
 
 
-def main(path: str | None = None, only: str = "") -> int:
-    def told(cell: Cell) -> None:
-        good = cell.wrong or "same bits"
-        print(f"{cell.name:36} {cell.status!s:5} {cell.seconds:6.2f} s  {good}  {cell.line}", flush=True)
-        if path:
-            rows = [asdict(cell) for cell in todo if cell.status is not None or cell.wrong]
-            Path(path).write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n", "utf-8")
-
-    todo = [cell for cell in cells() if only in cell.name]
+def main(path: str = "", only: str = "") -> int:
+    """Runs the cells whose name starts with `only`, but for those that are in the file `path` already."""
+    rows = json.loads(Path(path).read_bytes()) if path and Path(path).exists() else []
+    had = {Cell(**row).name for row in rows}
+    todo = [cell for cell in cells() if cell.name.startswith(only) and cell.name not in had]
     random.Random(0).shuffle(todo)  # what is cut short has seen every moment
+
+    def told(cell: Cell) -> None:
+        print(
+            f"{cell.name:32} {cell.status!s:5} {cell.seconds:6.2f} s  {cell.wrong or 'same bits'}  {cell.line}",
+            flush=True,
+        )
+        rows.append(asdict(cell))
+        if path:
+            text = "[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n"
+            Path(path).write_text(text, "utf-8")
+
     run(todo, told)
-    wrong = [cell for cell in todo if cell.wrong]
-    hangs, changed = sum(cell.status is None for cell in todo), sum(not cell.same for cell in todo)
-    orphans = sum(cell.orphans for cell in todo)
-    print(f"{len(todo)} cells, {hangs} hangs, {orphans} orphans, {changed} with changed bits, {len(wrong)} wrong")
+    hangs, changed = sum(row["status"] is None for row in rows), sum(not row["same"] for row in rows)
+    orphans, wrong = sum(row["orphans"] for row in rows), sum(bool(row["wrong"]) for row in rows)
+    print(f"{len(rows)} cells, {hangs} hangs, {orphans} orphans, {changed} with changed bits, {wrong} wrong")
     return bool(wrong)
 
 

@@ -13,7 +13,7 @@ import pytest
 from processes import one_thread  # noqa: F401
 from test_lab import run
 
-from gsoftmax import build, compare, report, runs, summary, tune
+from gsoftmax import build, report, runs, summary, tune, workers
 from gsoftmax.config import Config
 
 BASE = Config(epochs=1, train_fraction=0.3, threads=1, device="cpu")
@@ -95,7 +95,7 @@ def test_the_page_shows_the_tuning(tuned):
 
 def test_a_finished_tuning_trains_nothing(tuned, monkeypatch):
     out, found = tuned
-    monkeypatch.setattr(compare, "train", lambda *_, **__: pytest.fail("it trained"))
+    monkeypatch.setattr(workers, "train", lambda *_, **__: pytest.fail("it trained"))
     assert tune.tune(BASE, HEADS, 3, out, trials=4, space=SPACE, jobs=1) == found
 
 

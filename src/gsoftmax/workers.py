@@ -50,6 +50,7 @@ DIVERGED = "diverged.txt"  # in the folder of a run that may diverge, and did
 TAKEN = "taken"  # folder in that of a run, locked by the process that trains it
 STOP = 6.0  # seconds that workers have for saving what they do
 POLL = 0.2  # seconds between two looks at signals and processes
+PATIENCE = 60.0  # seconds to wait for the report of another process
 RETRY = 2.0  # seconds between two looks at runs that other processes train
 RHYTHM = 0.25  # seconds between two events of a run
 START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from gsoftmax.worker import main; main()"
@@ -166,12 +167,12 @@ def _thin(progress: Progress) -> Progress:
 
 
 @contextlib.contextmanager
-def locked_when_free(folder: Path, patience: float = 60.0) -> Iterator[None]:
+def locked_when_free(folder: Path) -> Iterator[None]:
     """As `files.locked`, but waits for other processes.
 
-    folder, patience: the folder, and for how many seconds
+    folder: in which they write a summary or a report
     """
-    end = time.monotonic() + patience
+    end = time.monotonic() + PATIENCE
     with contextlib.ExitStack() as stack:
         while True:
             try:
