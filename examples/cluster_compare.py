@@ -1,0 +1,60 @@
+"""A comparison on a Dask or Ray cluster: each task trains a part of the runs into one folder that all machines share.
+
+    python examples/cluster_compare.py dask tcp://scheduler:8786 8 folder:photos --seeds 20 --out /shared/photos
+    python examples/cluster_compare.py ray auto 8 folder:photos --seeds 20 --out /shared/photos
+
+The tasks run `gsoftmax compare ... --only K/N`, and at the end `gsoftmax report` writes the page here.  `threads` in
+place of dask runs them on this machine, without a cluster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+
+def train_part(command: list[str], part: int, parts: int) -> int:
+    """Trains every `parts`-th run of a comparison from the `part`-th on, and returns the exit status."""
+    return subprocess.run(
+        [sys.executable, "-m", "gsoftmax", "compare", *command, "--only", f"{part}/{parts}"]
+    ).returncode
+
+
+@contextlib.contextmanager
+def cluster(kind: str, address: str, parts: int) -> Iterator[Callable[..., Callable[[], Any]]]:
+    """A function that submits a call to the cluster and returns one that waits for its result."""
+    if kind == "dask":
+        from dask.distributed import Client
+
+        with Client(address) as client:
+            yield lambda *call: client.submit(*call, pure=False, retries=2).result
+    elif kind == "ray":
+        import ray
+
+        ray.init(address=address)
+        yield lambda function, *args: lambda task=ray.remote(max_retries=2)(function).remote(*args): ray.get(task)
+        ray.shutdown()
+    elif kind == "threads":
+        with ThreadPoolExecutor(parts) as pool:
+            yield lambda *call: pool.submit(*call).result
+    else:
+        raise SystemExit(f"the cluster must be dask, ray or threads, got {kind!r}")
+
+
+def main(kind: str, address: str, parts: str, *command: str) -> int:
+    count = int(parts)
+    with cluster(kind, address, count) as submit:
+        waiting = [submit(train_part, list(command), part, count) for part in range(1, count + 1)]
+        worst = max(wait() for wait in waiting)
+    out = command[command.index("--out") + 1]
+    return subprocess.run([sys.executable, "-m", "gsoftmax", "report", out]).returncode or worst
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 5 or "--out" not in sys.argv:
+        raise SystemExit(__doc__)
+    sys.exit(main(*sys.argv[1:]))
