@@ -14,14 +14,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 
 def train_part(command: list[str], part: int, parts: int) -> int:
     """Trains every `parts`-th run of a comparison from the `part`-th on, and returns the exit status."""
-    return subprocess.run(
-        [sys.executable, "-m", "gsoftmax", "compare", *command, "--only", f"{part}/{parts}"]
-    ).returncode
+    words = [sys.executable, "-m", "gsoftmax", "compare", *command, "--only", f"{part}/{parts}"]
+    return subprocess.run(words).returncode
 
 
 @contextlib.contextmanager
@@ -36,7 +36,7 @@ def cluster(kind: str, address: str, parts: int) -> Iterator[Callable[..., Calla
         import ray
 
         ray.init(address=address)
-        yield lambda function, *args: lambda task=ray.remote(max_retries=2)(function).remote(*args): ray.get(task)
+        yield lambda function, *args: partial(ray.get, ray.remote(max_retries=2)(function).remote(*args))
         ray.shutdown()
     elif kind == "threads":
         with ThreadPoolExecutor(parts) as pool:

@@ -45,6 +45,36 @@ def _run(name: str, folder: Path) -> str:
     return done.stdout
 
 
+PARTS = ["digits", "--heads", "softmax", "--seeds", "3", "--jobs", "1", "--out", "out", "epochs=1", "device=cpu"]
+
+
+@pytest.mark.slow
+def test_a_cluster_trains_the_parts_of_a_comparison(tmp_path):
+    """Threads stand in for a cluster, which is not installed."""
+    words = [sys.executable, str(EXAMPLES / "cluster_compare.py"), "threads", "-", "2", *PARTS]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "1 run of the 3 of this comparison" in done.stdout and "2 runs of the 3" in done.stdout
+    assert (tmp_path / "out" / "report.html").exists() and "incomplete" not in done.stdout
+
+
+def test_the_array_job_trains_its_part_and_asks_for_a_report(tmp_path):
+    """Programs that write down their arguments stand in for SLURM's and ours."""
+    for name in ("sbatch", "gsoftmax"):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >> called\n')
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_CPUS_PER_TASK": "4", "SLURM_ARRAY_JOB_ID": "7"}
+    environment |= {"SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_COUNT": "8"}
+    for task in ("1", "3"):
+        words = ["bash", str(EXAMPLES / "slurm.sh"), "folder:photos", "--out", "shared/my photos"]
+        subprocess.run(words, cwd=tmp_path, env=environment | {"SLURM_ARRAY_TASK_ID": task}, check=True)
+    part = "gsoftmax compare folder:photos --out shared/my photos --jobs 4 --only"
+    report = "sbatch --dependency=afterany:7 --job-name=gsoftmax-report --wrap gsoftmax report shared/my\\ photos "
+    assert (tmp_path / "called").read_text().splitlines() == [report, f"{part} 1/8", f"{part} 3/8"]
+    failed = subprocess.run(["bash", str(EXAMPLES / "slurm.sh"), "digits"], capture_output=True, text=True)
+    assert failed.returncode == 1 and "give the folder that all tasks share with --out" in failed.stderr
+
+
 @pytest.mark.parametrize("name", LEARNED)
 def test_example_learns(name, tmp_path):
     printed = _run(name, tmp_path)

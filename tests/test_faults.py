@@ -275,7 +275,7 @@ def test_a_comparison_continues_after_ctrl_c(tmp_path):
     assert outputs(out / "gsoftmax" / "seed-0") == outputs(tmp_path / "alone")
 
 
-def _wait_for(condition, seconds=60):
+def _wait_for(condition, seconds=120):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "nothing happened"
@@ -561,6 +561,55 @@ def test_a_comparison_reaches_its_page_in_a_locale_without_utf_8(encoding, tmp_p
     assert done.returncode == 0 and b"Traceback" not in done.stderr, done.stderr
     page = (tmp_path / "Läufe" / "report.html").read_text("utf-8")
     assert shown in page and "Bilder-ü" in page and "\ufffd" not in page.split("<script")[0]
+SHARED = ["compare", "digits", "--heads", "softmax,gsoftmax", "--seeds", "32", "--jobs", "1", "--out", "out", "--json"]
+SHARED += ["epochs=3", "train_fraction=0.3", "device=cpu", "threads=1"]
+
+
+@pytest.mark.slow
+def test_sixteen_processes_share_a_folder_and_two_are_killed(tmp_path):
+    """Every run is trained to its end once, by one of them."""
+    cwd = tmp_path / "cwd"
+    cwd.mkdir()
+    programs = [processes.Program(processes.gsoftmax, *SHARED, cwd=cwd) for _ in range(16)]
+    for count, program in zip((8, 24), programs, strict=False):  # in the middle of something
+        _wait_for(lambda count=count: len(list(cwd.glob("out/*/*/outputs.safetensors"))) > count, 600)
+        program.process.kill()
+    done = [program.wait() for program in programs]
+    assert [d.returncode for d in done] == [-signal.SIGKILL] * 2 + [0] * 14, [d.stderr[-300:] for d in done]
+    ends = [json.loads(line) for d in done for line in d.stdout.splitlines() if line.startswith('{"event": "end"')]
+    trained = [end["run"] for end in ends if end["trained"]]
+    assert len(trained) == len(set(trained)) >= 62  # a killed process may have finished a run without saying so
+    folders = [p for p in cwd.glob("out/*/seed-*") if runs.read_result(p)]
+    assert len(folders) == 64 and (cwd / "out" / "report.html").exists()
+    assert json.loads((cwd / "out" / "summary.json").read_bytes())["seeds"] == list(range(32))
+    config = Config(epochs=3, train_fraction=0.3, threads=1, device="cpu", head="gsoftmax", seed=17)
+    train.train(config, tmp_path / "alone")
+    assert outputs(cwd / "out" / "gsoftmax" / "seed-17") == outputs(tmp_path / "alone")
+
+
+def test_parts_of_a_comparison_make_the_whole(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    argv = ["compare", "digits", "--heads", "softmax,gsoftmax", "--seeds", "2", "--jobs", "1", "--out", "o"]
+    argv += ["epochs=1", "train_fraction=0.3", "device=cpu"]
+    assert main([*argv, "--only", "2/3"]) == 0
+    printed = capsys.readouterr().out
+    assert "1 run of the 4 of this comparison, 1 epoch each, 1 at a time" in printed
+    assert printed.endswith("3 runs of other processes missing; gsoftmax report o shows the others\n")
+    assert main([*argv, "--only", "3/3"]) == 0 and main(["report", "o", "--figures", "svg", "--out", "page"]) == 0
+    assert "incomplete: 2 of 4 runs finished" in capsys.readouterr().out.replace("\n  ", " ")
+    assert "incomplete: 2 of 4 runs finished" in (tmp_path / "page" / "report.html").read_text("utf-8")
+    assert not (tmp_path / "o" / "report.html").exists()
+    assert main([*argv, "--only", "1/3"]) == 0 and (tmp_path / "o" / "report.html").exists()
+    compare.compare(Config(epochs=1, train_fraction=0.3, device="cpu", threads=1), ["softmax", "gsoftmax"], 2, "whole")
+    assert (tmp_path / "o" / "summary.json").read_bytes().split(b'"seconds"')[0] == (
+        (tmp_path / "whole" / "summary.json").read_bytes().split(b'"seconds"')[0]
+    )
+
+
+@pytest.mark.parametrize("only", ["0/3", "4/3", "1", "a/b"])
+def test_parts_are_written_k_of_n(only, capsys, tmp_path):
+    assert main(["compare", "digits", "--only", only, "--out", str(tmp_path / "o")]) == 2
+    assert only in capsys.readouterr().err and not (tmp_path / "o").exists()
 
 
 TWO = ["train", "digits", "head=gsoftmax", "epochs=100", "device=cpu", "threads=1", "batch_size=128", "ema=0.9"]
