@@ -30,7 +30,7 @@ from gsoftmax import build, cli, compare, report, runs, train
 
 SIGNALS = {"INT": signal.SIGINT, "TERM": signal.SIGTERM, "HUP": signal.SIGHUP}
 MOMENTS = ("loading", "training", "checkpoint", "evaluating", "report")
-SETTINGS = ["digits", "device=cpu", "threads=1", "epochs=4", "batch_size=8"]
+SETTINGS = ["digits", "device=cpu", "threads=1", "epochs=4", "batch_size=8", "train_fraction=0.3"]
 COMPARE = ["compare", *SETTINGS, "--heads", "softmax,gsoftmax", "--seeds", "1", "--jobs"]
 COMMANDS = {
     "compare": [*COMPARE, "2"],  # two workers

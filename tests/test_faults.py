@@ -378,6 +378,40 @@ def test_watch_keeps_ignored_signals_ignored(handled):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 
 
+def _deaf_to_signals(calls):
+    """A command that swallows what a signal raises, as a library's callback does."""
+    stopping.GRACE, stopping.AGAIN, stopping.AT_ONCE = 1.5, 0.1, 0.2
+    with stopping.ending(lambda: print("goodbye", flush=True)):
+        while True:
+            with contextlib.suppress(stopping.Stopped):
+                Path(calls).touch()
+                time.sleep(60)
+
+
+@pytest.mark.parametrize(("number", "twice"), [("SIGTERM", False), ("SIGHUP", True)])
+def test_a_process_ends_in_time_whatever_it_does(number, twice, tmp_path):
+    (tmp_path / "cwd").mkdir()
+    program = processes.Program(_deaf_to_signals, "ready", cwd=tmp_path / "cwd")
+    _wait_for((tmp_path / "cwd" / "ready").exists)
+    start = time.monotonic()
+    os.kill(program.process.pid, getattr(signal, number))
+    if twice:
+        time.sleep(0.3)
+        os.kill(program.process.pid, getattr(signal, number))
+    done = program.wait()
+    assert done.returncode == 128 + getattr(signal, number) and done.stdout == "goodbye\n"
+    assert twice or time.monotonic() - start > 1.4
+
+
+def test_a_signal_that_is_ignored_stays_ignored(handled):
+    """As SIGHUP under nohup."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with stopping.ending(lambda: None), stopping.Requests() as asked:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not asked.number
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+
+
 def test_comparisons_keep_what_is_done(tmp_path, monkeypatch):
     """A run that fails in the middle of a comparison leaves the finished ones."""
     original, calls = train.train, []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import math
+import os
 import sys
 import warnings
 from collections import Counter
@@ -13,13 +15,14 @@ from dataclasses import asdict
 from unittest.mock import Mock
 
 import numpy as np
+import processes
 import pytest
 import scipy.stats
 import torch
 from processes import one_thread  # noqa: F401
 from safetensors.torch import load_file
 
-from gsoftmax import backbones, build, compare, distributed, heads, measures, ood, runs, train
+from gsoftmax import backbones, build, compare, distributed, heads, measures, ood, progress, runs, train
 from gsoftmax.cli import main
 from gsoftmax.config import Config
 from gsoftmax.distributed import ALONE, World
@@ -491,6 +494,97 @@ def test_commands(tmp_path, capsys, monkeypatch):
     for command, word in listed.items():
         status, out, _ = run(capsys, command)
         assert status == 0 and word in out
+
+
+STEP = {"event": "step", "run": "o/a", "name": "a seed 0", "epoch": 1, "epochs": 2, "loss": 0.5, "rate": 100, "left": 9}
+STEP |= {"done": 0.5, "finished": 1, "runs": 3, "all_left": 61.0}
+END = {"event": "end", "run": "o/a", "name": "a seed 0", "measure": "error %", "value": 1.5, "trained": True}
+END |= {"finished": 2, "runs": 3, "all_left": None}
+
+
+def test_progress_on_a_terminal_has_a_line_for_every_running_run(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    shown = progress.Live(stream := io.StringIO())
+    shown({"event": "start", "run": "o/a", "name": "a seed 0"})
+    shown({"event": "start", "run": "o/b", "name": "b seed 0"})
+    monkeypatch.setattr(progress, "OFTEN", 0.0)
+    shown(STEP)
+    last = stream.getvalue().rpartition("\x1b[J")[2].splitlines()
+    assert last == [
+        "a seed 0  epoch 1/2  loss 0.5000  100/s  0:00:09 left",
+        "b seed 0  starts",
+        "1 of 3 runs finished, about 0:01:01 left for all",
+    ]
+    shown(END)
+    erase, _, last = stream.getvalue().rpartition("\x1b[J")
+    assert erase.endswith("\x1b[3A")  # as many lines as it drew
+    assert last.splitlines() == ["2/3  a seed 0  error % 1.50", "b seed 0  starts", "2 of 3 runs finished"]
+    shown.clear()
+    assert stream.getvalue().endswith("\x1b[2A\x1b[J")
+
+
+def test_progress_in_a_log_has_a_rhythm(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    shown = progress.Lines(stream := io.StringIO())
+    for event in (STEP, END, {"event": "failed", "name": "b", "reason": "full"}):
+        shown(event)
+    assert stream.getvalue() == "failed: b: full\n"
+    for seconds, event in ((11, STEP), (1, END), (50, STEP), (11, STEP)):
+        now[0] += seconds
+        shown(event)
+    lines = stream.getvalue().splitlines()[1:]
+    assert [line.split("  ")[0] for line in lines] == ["2/3", "a seed 0"]
+    assert lines[1].endswith("left  (1 of 3 runs finished, about 0:01:01 left for all)")
+
+
+def test_progress_as_json(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    argv = ["compare", "digits", "--seeds", "2", "--heads", "softmax,gsoftmax", "--jobs", "1", "--out", "o", "--json"]
+    status, out, err = run(capsys, *argv, "epochs=1", "device=cpu")
+    events = [json.loads(line) for line in out.splitlines()]
+    kinds = Counter(event["event"] for event in events)
+    assert status == 0 and not err and kinds.pop("step") >= 4
+    assert kinds == {"comparison": 1, "plan": 1, "start": 4, "end": 4, "report": 1}
+    assert [event["finished"] for event in events if event["event"] == "end"] == [1, 2, 3, 4]
+    ends = {event["run"]: event["value"] for event in events if event["event"] == "end"}
+    assert ends["o/gsoftmax/seed-1"] == 100 * runs.read_result(tmp_path / "o/gsoftmax/seed-1")["error"]
+    assert events[-1]["path"] == "o/report.html" and len(events[-1]["verdicts"]) == 1
+    status, out, _ = run(capsys, "train", "digits", "epochs=1", "--out", "t", "--json")
+    assert json.loads(out.splitlines()[-1])["metrics"] == {
+        k: v for k, v in runs.read_result(tmp_path / "t").items() if k != "final"
+    }
+
+
+@pytest.mark.parametrize("close", ["stdout=pipe", "stderr", "stdout"])
+def test_output_that_nobody_reads_does_not_cost_the_page(close, tmp_path):
+    """As `| head -1`, `2>&-` and `>&-` do."""
+    (tmp_path / "cwd").mkdir()
+    done = processes.Program(_with_closed, close, cwd=tmp_path / "cwd", environment={"RANK": ""}).wait()
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "cwd" / "o" / "report.html").exists() and "Traceback" not in done.stderr
+    assert ("report.html" in done.stdout) == (close == "stderr")
+
+
+def _with_closed(close):
+    name, _, pipe = close.partition("=")
+    number = {"stdout": 1, "stderr": 2}[name]
+    if pipe:
+        reading, writing = os.pipe()
+        os.dup2(writing, number)
+        os.close(reading)
+    else:
+        os.close(number)
+        setattr(sys, name, None)
+    return main(["compare", "digits", "--heads", "softmax", "--seeds", "1", "--jobs", "1", "epochs=1", "--out", "o"])
+
+
+@pytest.mark.parametrize(("rank", "size", "speaks"), [("", "", True), ("3", "", True), ("3", "4", False)])
+def test_only_rank_0_of_several_processes_speaks(rank, size, speaks, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", size)
+    status, _, err = run(capsys, "report", "nowhere")
+    assert status == 2 and bool(err) == speaks
 
 
 def test_smoke_numbers_are_never_shown_as_results(tmp_path, capsys, monkeypatch):

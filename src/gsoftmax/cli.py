@@ -399,7 +399,7 @@ def _compare(args: argparse.Namespace) -> None:
       gsoftmax compare digits --heads 'softmax,gsoftmax(lam=4,gaussians=tracked)' --seeds 10 --out runs/tracked
       gsoftmax compare digits --tune 12 --heads 'softmax,gsoftmax(lam=0.5|1|4|16)'      # every head tuned alike
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise ValueError("compare starts its own processes, as many as --jobs says; torchrun is for gsoftmax train")
     _check_counts(args, "seeds", "jobs", "tune")
     for option in ("space", "minutes"):

@@ -78,7 +78,7 @@ def joined(device: torch.device) -> Iterator[World]:
     if dist.is_available() and dist.is_initialized():
         yield World(dist.get_rank(), dist.get_world_size())
         return
-    size = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+    size = int(os.environ.get("WORLD_SIZE") or 1) if os.environ.get("RANK") else 1
     if size == 1 or not dist.is_available():
         yield ALONE
         return
