@@ -255,7 +255,7 @@ def test_a_signal_saves_and_says_how_to_continue(number, status, undisturbed, tm
 
 def test_a_comparison_continues_after_ctrl_c(tmp_path):
     """Ctrl-C reaches the parent and its workers; the runs save and end, and the same command continues them."""
-    epochs = 60
+    epochs = 40
     argv = ["compare", "digits", "--heads", "softmax,gsoftmax", "--seeds", "2", "--jobs", "2", "--out", "out"]
     argv += [f"epochs={epochs}", "train_fraction=0.3", "device=cpu", "threads=1"]
     (tmp_path / "cwd").mkdir()
@@ -275,7 +275,7 @@ def test_a_comparison_continues_after_ctrl_c(tmp_path):
     assert outputs(out / "gsoftmax" / "seed-0") == outputs(tmp_path / "alone")
 
 
-def _wait_for(condition, seconds=120):
+def _wait_for(condition, seconds=200):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "nothing happened"
@@ -288,7 +288,7 @@ def _start_a_worker():
     workers.run_tasks([task, task._replace(out=Path("other"))], jobs=2)
 
 
-@pytest.mark.parametrize("moment", ["loading", "training"])
+@pytest.mark.parametrize("moment", [pytest.param("loading", marks=pytest.mark.slow), "training"])
 def test_workers_die_with_a_killed_comparison(moment, tmp_path):
     (tmp_path / "cwd").mkdir()
     program = processes.Program(_start_a_worker, cwd=tmp_path / "cwd")
@@ -595,6 +595,17 @@ def test_a_comparison_reaches_its_page_in_a_locale_without_utf_8(encoding, tmp_p
     assert done.returncode == 0 and b"Traceback" not in done.stderr, done.stderr
     page = (tmp_path / "Läufe" / "report.html").read_text("utf-8")
     assert shown in page and "Bilder-ü" in page and "\ufffd" not in page.split("<script")[0]
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cells", ["compare training TERM ", "compare report INT2", "compare-1 evaluating HUP", "train"]
+)
+def test_signals_at_some_moments(cells, tmp_path):
+    """All of them: `python -m fuzz.signals`."""
+    words = [sys.executable, "-m", "fuzz.signals", str(tmp_path / "cells.json"), cells]
+    done = subprocess.run(words, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    assert done.returncode == 0 and json.loads((tmp_path / "cells.json").read_bytes()), done.stdout + done.stderr
+
+
 SHARED = ["compare", "digits", "--heads", "softmax,gsoftmax", "--seeds", "32", "--jobs", "1", "--out", "out", "--json"]
 SHARED += ["epochs=3", "train_fraction=0.3", "device=cpu", "threads=1"]
 
@@ -629,7 +640,7 @@ def test_parts_of_a_comparison_make_the_whole(tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "1 run of the 4 of this comparison, 1 epoch each, 1 at a time" in printed
     assert printed.endswith("3 runs of other processes missing; gsoftmax report o shows the others\n")
-    assert main([*argv, "--only", "3/3"]) == 0 and main(["report", "o", "--figures", "svg", "--out", "page"]) == 0
+    assert main([*argv, "--only", "3/3"]) == 0 and main(["report", "o", "--figures", "", "--out", "page"]) == 0
     assert "incomplete: 2 of 4 runs finished" in capsys.readouterr().out.replace("\n  ", " ")
     assert "incomplete: 2 of 4 runs finished" in (tmp_path / "page" / "report.html").read_text("utf-8")
     assert not (tmp_path / "o" / "report.html").exists()

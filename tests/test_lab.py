@@ -22,7 +22,7 @@ import torch
 from processes import one_thread  # noqa: F401
 from safetensors.torch import load_file
 
-from gsoftmax import backbones, build, compare, distributed, heads, measures, ood, progress, runs, train
+from gsoftmax import backbones, build, compare, distributed, heads, measures, ood, progress, runs, stopping, train
 from gsoftmax.cli import main
 from gsoftmax.config import Config
 from gsoftmax.distributed import ALONE, World
@@ -286,7 +286,7 @@ def test_a_run_with_mixup_that_stops_within_an_epoch_resumes_exactly_and_0_is_of
     with monkeypatch.context() as patched:
         answers = iter([distributed.Watch.GO_ON] * 3 + [distributed.Watch.STOP])
         patched.setattr(distributed.Watch, "poll", lambda self: next(answers))
-        with pytest.raises(distributed.Stopped, match="in epoch 2, after batch 2 of 6"):
+        with pytest.raises(stopping.Stopped, match="in epoch 2, after batch 2 of 6"):
             train.train(config, tmp_path / "b")
     train.train(config, tmp_path / "b", resume=True)
     assert outputs(tmp_path / "a") == outputs(tmp_path / "b")
@@ -556,7 +556,7 @@ def test_progress_as_json(tmp_path, capsys, monkeypatch):
     }
 
 
-@pytest.mark.parametrize("close", ["stdout=pipe", "stderr", "stdout"])
+@pytest.mark.parametrize("close", ["stdout=pipe", "stderr", pytest.param("stdout", marks=pytest.mark.slow)])
 def test_output_that_nobody_reads_does_not_cost_the_page(close, tmp_path):
     """As `| head -1`, `2>&-` and `>&-` do."""
     (tmp_path / "cwd").mkdir()
@@ -573,6 +573,7 @@ def _with_closed(close):
         reading, writing = os.pipe()
         os.dup2(writing, number)
         os.close(reading)
+        sys.stdout = open(number, "w", closefd=False)  # noqa: SIM115 - as Python starts
     else:
         os.close(number)
         setattr(sys, name, None)
