@@ -332,7 +332,7 @@ def test_a_killed_worker_costs_one_run(tmp_path):
         "softmax/seed-1",
     ]
     found = summary.so_far(out)
-    assert found["seeds"] == [1] and found["incomplete"] == "incomplete: 3 of 4 runs finished"
+    assert found["seeds"] == [1] and found["incomplete"] == "3 of 4 runs finished"
 
 
 def test_a_signal_during_the_last_evaluation_reaches_the_caller(tmp_path, monkeypatch):
@@ -595,6 +595,8 @@ def test_a_comparison_reaches_its_page_in_a_locale_without_utf_8(encoding, tmp_p
     assert done.returncode == 0 and b"Traceback" not in done.stderr, done.stderr
     page = (tmp_path / "Läufe" / "report.html").read_text("utf-8")
     assert shown in page and "Bilder-ü" in page and "\ufffd" not in page.split("<script")[0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "cells", ["compare training TERM ", "compare report INT2", "compare-1 evaluating HUP", "train"]
