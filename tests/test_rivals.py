@@ -572,7 +572,7 @@ def test_bad_options(name, options, words):
         (lambda: loss("adjusted", target=torch.tensor([0, 3])), "target must lie between 0 and 2"),
         (lambda: loss("arcface", target=torch.tensor([0])), r"class indices must have shape \(2,\)"),
         (lambda: loss("zlpr", target=torch.full((2, 3), 2)), "target must hold 0, 1, probabilities"),
-        (lambda: loss("asl", target=torch.tensor([0, 1])), r"target must have x_pos's shape \(2, 3\)"),
+        (lambda: loss("asl", target=torch.tensor([0, 1])), r"target must have shape \(2, 3\), one value for each"),
     ],
 )
 def test_mistakes(call, words):

@@ -85,11 +85,20 @@ def as_options(loss: str, given: Mapping[str, Any], weight: str | None = "class_
 
     weight: what the loss calls `Options.weight`, None if it has no weights
     """
-    accepted = (*([weight] if weight else []), "ignore_index", "reduction", "label_smoothing")
+    _check_names(loss, given, (*([weight] if weight else []), "ignore_index", "reduction", "label_smoothing"))
+    return Options(**{"weight" if name == weight else name: value for name, value in given.items()})
+
+
+def as_label_options(loss: str, form: str, given: Mapping[str, Any]) -> LabelOptions:
+    """The options that a multi-label loss got by their keywords."""
+    _check_names(loss, given, LabelOptions._fields[1:])
+    return LabelOptions(form, **given)
+
+
+def _check_names(loss: str, given: Mapping[str, Any], accepted: Sequence[str]) -> None:
     for name in given:
         if name not in accepted:
             raise ValueError(f"options of {loss} are {', '.join(accepted)}, got {name}")
-    return Options(**{"weight" if name == weight else name: value for name, value in given.items()})
 
 
 def check_outputs(x: Tensor, name: str = "x") -> None:
@@ -145,7 +154,7 @@ def check_sigma(sigma: Tensor) -> None:
         raise ValueError(f"sigma must be positive, got a minimum of {sigma.min().item()}")
 
 
-def check_reduction(options: Options, choices: Sequence[str]) -> None:
+def check_reduction(options: Options | LabelOptions, choices: Sequence[str]) -> None:
     check_choice("reduction", options.reduction, choices)
     if not 0.0 <= options.label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must lie between 0 and 1, got {options.label_smoothing!r}")
@@ -228,15 +237,14 @@ def check_form(form: str, x_pos: Tensor, x_neg: Tensor | None) -> None:
         raise ValueError(f"x_neg must have x_pos's shape {tuple(x_pos.shape)}, got {tuple(x_neg.shape)}")
 
 
-def check_multilabel(
-    x_pos: Tensor, x_neg: Tensor | None, target: Tensor, form: str, pos_weight: Tensor | None, options: Options
-) -> None:
-    check_form(form, x_pos, x_neg)
+def check_multilabel(shape: Sequence[int], target: Tensor, options: Options | LabelOptions) -> None:
+    """shape: of the labels, (N, L) or (L,)."""
     check_reduction(options, MULTILABEL_REDUCTIONS)
-    if not isinstance(target, Tensor) or target.shape != x_pos.shape:
+    if not isinstance(target, Tensor) or target.shape != shape:
         seen = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
-        raise ValueError(f"target must have x_pos's shape {tuple(x_pos.shape)}, one value for each label, got {seen}")
-    labels = x_pos.shape[-1]
+        raise ValueError(f"target must have shape {tuple(shape)}, one value for each label, got {seen}")
+    labels = shape[-1]
+    pos_weight = options.pos_weight if isinstance(options, LabelOptions) else None
     for name, v in (("weight", options.weight), ("pos_weight", pos_weight)):
         if v is not None and v.shape != (labels,):
             raise ValueError(f"{name} must have shape ({labels},), one value for each label, got {tuple(v.shape)}")

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import checks
-from .checks import Options
+from .checks import LabelOptions, Options
 
 # Beyond this many standard deviations Phi is 0 or 1 and its density 0 to the last bit of the dtype, so u is clamped to
 # that range: a masked class at x = -inf and a sigma of 1e-6 then give a zero gradient instead of 0 * inf.
@@ -48,6 +48,24 @@ def logits(x: Tensor, mu: Tensor, sigma: Tensor, lam: float) -> Tensor:
     if lam == 0:
         return with_zero_gradients(x.to(sigma.dtype), mu, sigma)
     return x.to(sigma.dtype) + lam * cdf(x, mu, sigma)
+
+
+def logits_backward(
+    grad: Tensor, x: Tensor, mu: Tensor, sigma: Tensor, lam: float, need: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of x (rows, classes), mu and sigma from that of z, without autograd; None where not needed.
+
+    With u = (x - mu) / sigma and s = lam phi(u) / sigma they are grad (1 + s), and minus the sums of grad s and of
+    grad s u over the rows.
+    """
+    bound = U_MAX[sigma.dtype] * sigma
+    u = torch.clamp(x.to(sigma.dtype) - mu, -bound, bound) / sigma
+    e = (u * u).mul_(-0.5).exp_().mul_(grad).mul_(lam / math.sqrt(2 * math.pi) / sigma)
+    return (
+        (grad + e).to(x.dtype) if need[0] else None,
+        -e.sum(0) if need[1] else None,
+        -(e * u).sum(0) if need[2] else None,
+    )
 
 
 class _ZeroGradients(torch.autograd.Function):
@@ -85,6 +103,11 @@ def softmax_cross_entropy(z: Tensor, target: Tensor, options: Options) -> Tensor
         return F.cross_entropy(z, target, weight, None, ignore_index, None, reduction, label_smoothing)
     except IndexError as error:  # raised by the CPU kernel, which checks every label anyway
         raise checks.label_error(target, z.shape[checks.class_dim(z)], ignore_index) from error
+
+
+def probabilities(x: Tensor, mu: Tensor, sigma: Tensor, lam: float) -> Tensor:
+    """softmax(z) in the dtype of softmax(x), which depends on autocast."""
+    return loss_dtype(torch.softmax(logits(x, mu, sigma, lam), checks.class_dim(x)), x)
 
 
 def cross_entropy(x: Tensor, target: Tensor, mu: Tensor, sigma: Tensor, lam: float, options: Options) -> Tensor:
@@ -172,7 +195,46 @@ def row_weights(loss: Tensor, target: Tensor, options: Options) -> Tensor:
     return known * weight[label_columns(target, options.ignore_index, len(weight))]
 
 
-def soft_labels(target: Tensor, dtype: torch.dtype, options: Options) -> tuple[Tensor, Tensor]:
+def present_and_absent(z: Tensor, form: str) -> tuple[Tensor, Tensor]:
+    """a and b such that a label's loss is -log s(a) if it is present and -log s(b) if it is absent.
+
+    z: (..., outputs), absence first where there are two outputs per label
+    """
+    if form == "msml":
+        return z, -z
+    z_neg, z_pos = z.chunk(2, -1)
+    if form == "paired":
+        # Subtracting before the exponential rounds z+ - z-; so do softmax and binary cross entropy on x+ - x-, so the
+        # results agree to the last bits.
+        return z_pos - z_neg, z_neg - z_pos
+    return z_pos, z_neg if form == "independent" else -z_neg
+
+
+def label_probabilities(z: Tensor, form: str) -> Tensor:
+    """p+ of every label; z as in `present_and_absent`."""
+    present, absent = present_and_absent(z, form)
+    if form == "independent":
+        return (torch.sigmoid(present) + torch.sigmoid(-absent)) / 2
+    return torch.sigmoid(present)
+
+
+def multilabel(
+    x: Tensor, target: Tensor, mu: Tensor | None, sigma: Tensor | None, lam: float, options: LabelOptions
+) -> Tensor:
+    """`multilabel_cross_entropy` step by step; x as in `present_and_absent`, mu and sigma (outputs,) or None."""
+    z = x.to(checks.compute_dtype(x)) if mu is None or sigma is None else logits(x, mu, sigma, lam)
+    present, absent = present_and_absent(z, options.form)
+    y, known = soft_labels(target, present.dtype, options)
+    log_p, log_q = F.logsigmoid(present), F.logsigmoid(absent)
+    if options.pos_weight is not None:
+        log_p = log_p * options.pos_weight.to(log_p.dtype)
+    loss = -xlogy(y, log_p) - xlogy(1 - y, log_q)
+    if options.weight is not None:
+        loss = loss * options.weight.to(loss.dtype)
+    return loss_dtype(reduce_labels(loss, known, options), x)
+
+
+def soft_labels(target: Tensor, dtype: torch.dtype, options: Options | LabelOptions) -> tuple[Tensor, Tensor]:
     """y between 0 and 1, smoothed, and whether each label is known, both of target's shape."""
     ignore_index, label_smoothing = options.ignore_index, options.label_smoothing
     known = target != ignore_index
@@ -185,7 +247,7 @@ def soft_labels(target: Tensor, dtype: torch.dtype, options: Options) -> tuple[T
     return y * (1 - label_smoothing) + label_smoothing / 2, known
 
 
-def reduce_labels(loss: Tensor, known: Tensor, options: Options) -> Tensor:
+def reduce_labels(loss: Tensor, known: Tensor, options: Options | LabelOptions) -> Tensor:
     """Losses (N, L) or (L,) of labels, the unknown ones left out."""
     loss = torch.where(known, loss, 0.0)
     if options.reduction == "none":

@@ -13,9 +13,9 @@ lam    weight of the distribution term; 0 is plain softmax                a numb
 ====== ================================================================== =====================
 
 Shapes follow `torch.nn.functional.cross_entropy`: the classes are dimension 1 of a batch and dimension 0 of a single
-example.  Half-precision inputs are computed in float32, and z and p come back in float32, because adding Phi to x in
-bfloat16 rounds most of it away; gradients come back in the dtype of the input.  Numbers in parentheses are the
-paper's equations.
+example.  Half-precision inputs are computed in float32, and z comes back in float32, because adding Phi to x in
+bfloat16 rounds most of it away; p has the dtype of softmax(x), and gradients that of the input.  Numbers in parentheses
+are the paper's equations.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import checks, equations, kernels
-from .checks import MULTILABEL_FORMS, Options
+from .checks import MULTILABEL_FORMS, LabelOptions, Options
 from .kernels.linear import Linear
 
 __all__ = [
@@ -74,18 +74,22 @@ def gsoftmax_logits(x: Tensor, mu: Tensor | float, sigma: Tensor | float, lam: f
     lam = checks.check_lam(lam)
     mu, sigma = checks.as_gaussians(x, mu, sigma, lam)
     checks.check_sigma(sigma)
-    return equations.logits(x, mu, sigma, lam)
+    return kernels.logits(x, mu, sigma, lam)
 
 
 def gsoftmax(x: Tensor, mu: Tensor | float, sigma: Tensor | float, lam: float = 1.0) -> Tensor:
-    """p = softmax(x + lam * Phi(x; mu, sigma)), the G-softmax function (3).
+    """p = softmax(x + lam * Phi(x; mu, sigma)), the G-softmax function (3), in the dtype of softmax(x).
 
     Arguments and the shape of the result as in `gsoftmax_logits`.
 
     >>> gsoftmax(torch.tensor([[0.0, 1.0]]), 0.0, 1.0)
     tensor([[0.2073, 0.7927]])
     """
-    return torch.softmax(gsoftmax_logits(x, mu, sigma, lam), checks.class_dim(x))
+    checks.check_outputs(x)
+    lam = checks.check_lam(lam)
+    mu, sigma = checks.as_gaussians(x, mu, sigma, lam)
+    checks.check_sigma(sigma)
+    return kernels.probabilities(x, mu, sigma, lam)
 
 
 def gsoftmax_cross_entropy(
@@ -210,18 +214,11 @@ def multilabel_cross_entropy(
     tensor(0.1269)
     """
     lam = checks.check_lam(lam)
-    options = Options(weight, ignore_index, reduction, label_smoothing)
-    checks.check_multilabel(x_pos, x_neg, target, form, pos_weight, options)
-    present, absent = _multilabel_logits(x_pos, x_neg, form, gaussians, lam)
-
-    y, known = equations.soft_labels(target, present.dtype, options)
-    log_p, log_q = F.logsigmoid(present), F.logsigmoid(absent)
-    if pos_weight is not None:
-        log_p = log_p * pos_weight.to(log_p.dtype)
-    loss = -equations.xlogy(y, log_p) - equations.xlogy(1 - y, log_q)
-    if weight is not None:
-        loss = loss * weight.to(loss.dtype)
-    return equations.loss_dtype(equations.reduce_labels(loss, known, options), x_pos)
+    options = LabelOptions(form, weight, pos_weight, ignore_index, reduction, label_smoothing)
+    checks.check_form(form, x_pos, x_neg)
+    checks.check_multilabel(x_pos.shape, target, options)
+    x, mu, sigma = _outputs(x_pos, x_neg, form, gaussians, lam)
+    return kernels.multilabel(x, target, mu, sigma, lam, options)
 
 
 def multilabel_probabilities(
@@ -242,30 +239,27 @@ def multilabel_probabilities(
     """
     lam = checks.check_lam(lam)
     checks.check_form(form, x_pos, x_neg)
-    present, absent = _multilabel_logits(x_pos, x_neg, form, gaussians, lam)
-    if form == "independent":
-        return (torch.sigmoid(present) + torch.sigmoid(-absent)) / 2
-    return torch.sigmoid(present)
+    x, mu, sigma = _outputs(x_pos, x_neg, form, gaussians, lam)
+    z = x.to(checks.compute_dtype(x)) if mu is None or sigma is None else kernels.logits(x, mu, sigma, lam)
+    return equations.label_probabilities(z, form)
 
 
-def _multilabel_logits(
+def _outputs(
     x_pos: Tensor, x_neg: Tensor | None, form: str, gaussians: Sequence[Tensor | float] | None, lam: float
-) -> tuple[Tensor, Tensor]:
-    """a and b such that a label's loss is -log s(a) if it is present and -log s(b) if it is absent."""
-    g = gaussians
-    if g is not None:
-        needed = ("mu", "sigma") if form == "msml" else ("mu_pos", "sigma_pos", "mu_neg", "sigma_neg")
-        if len(g) != len(needed):
-            raise ValueError(f"gaussians must be ({', '.join(needed)}) for form={form!r}, got {len(g)} values")
-    z_pos = x_pos.to(checks.compute_dtype(x_pos)) if g is None else gsoftmax_logits(x_pos, g[0], g[1], lam)
-    if x_neg is None:
-        return z_pos, -z_pos
-    z_neg = x_neg.to(checks.compute_dtype(x_neg)) if g is None else gsoftmax_logits(x_neg, g[2], g[3], lam)
-    if form == "paired":
-        # Subtracting before the exponential rounds z+ - z-; so do softmax and binary cross entropy on x+ - x-, so the
-        # results agree to the last bits.
-        return z_pos - z_neg, z_neg - z_pos
-    return z_pos, z_neg if form == "independent" else -z_neg
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """x with all outputs, absence first, and mu and sigma (outputs,), or None without Gaussians."""
+    x = x_pos if x_neg is None else torch.cat([x_neg, x_pos], -1)
+    if gaussians is None:
+        return x, None, None
+    needed = ("mu", "sigma") if form == "msml" else ("mu_pos", "sigma_pos", "mu_neg", "sigma_neg")
+    if len(gaussians) != len(needed):
+        raise ValueError(f"gaussians must be ({', '.join(needed)}) for form={form!r}, got {len(gaussians)} values")
+    mu, sigma = checks.as_gaussians(x_pos, gaussians[0], gaussians[1], lam)
+    if x_neg is not None:
+        absent = checks.as_gaussians(x_neg, gaussians[2], gaussians[3], lam)
+        mu, sigma = torch.cat([absent[0], mu]), torch.cat([absent[1], sigma])
+    checks.check_sigma(sigma)
+    return x, mu, sigma
 
 
 def large_margin_logits(

@@ -227,7 +227,7 @@ class GaussianLogits(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # (batch, classes, ...) -> the same
         checks.check_outputs(x)
         mu, sigma = self.current(x)
-        return equations.logits(x, mu, sigma, self.lam)
+        return kernels.logits(x, mu, sigma, self.lam)
 
     def param_groups(self, *, lr: float, weight_decay: float = 0.0) -> list[dict[str, Any]]:
         """Parameter groups of this module, as in `param_groups`."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from . import checks, equations, functional, kernels
 from .gaussians import GaussianLogits, first_items, param_groups
-from .layout import by_sign, flat_outputs, split_outputs, spread_over_outputs
+from .layout import by_sign, flat_outputs, spread_over_outputs
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -119,8 +118,9 @@ class GSoftmaxLoss(_GaussianLoss):
         return kernels.cross_entropy(x, target, mu, sigma, g.lam, options, self.impl)
 
     def predict_proba(self, x: Tensor) -> Tensor:
-        """p = softmax(z), of x's shape."""
-        return torch.softmax(self.logits(x), checks.class_dim(x))
+        """p = softmax(z), of x's shape and in the dtype of softmax(x)."""
+        g = self.gaussians
+        return functional.gsoftmax(x, g.mu, g.sigma, g.lam)
 
 
 class MultiLabelGSoftmaxLoss(_GaussianLoss):
@@ -176,16 +176,16 @@ class MultiLabelGSoftmaxLoss(_GaussianLoss):
         return flat_outputs(x, self.num_labels, self.form)
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        z_pos, z_neg = split_outputs(self.gaussians(self._flat(x)), self.num_labels, self.form)
-        names = ("form", "weight", "pos_weight", "ignore_index", "reduction", "label_smoothing")
-        options = {name: getattr(self, name) for name in names}
-        loss = functional.multilabel_cross_entropy(z_pos, z_neg, target, **options)
-        return equations.loss_dtype(loss, x)
+        x = self._flat(x)
+        options = checks.LabelOptions(*(getattr(self, name) for name in checks.LabelOptions._fields))
+        checks.check_multilabel((len(x), self.num_labels), target, options)
+        return kernels.multilabel(x, target, *self.gaussians.current(x), self.lam, options)
 
     def predict_proba(self, x: Tensor) -> Tensor:
         """p+ (N, L); a label is predicted where it is at least 0.5."""
-        z_pos, z_neg = split_outputs(self.logits(x), self.num_labels, self.form)
-        return functional.multilabel_probabilities(z_pos, z_neg, form=self.form)
+        g = self.gaussians
+        z = functional.gsoftmax_logits(self._flat(x), g.mu, g.sigma, g.lam)
+        return equations.label_probabilities(z, self.form)
 
     def extra_repr(self) -> str:
         return ", ".join(filter(None, (str(self.num_labels), f"form={self.form!r}", super().extra_repr())))

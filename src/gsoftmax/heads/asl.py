@@ -58,7 +58,7 @@ class ASLHead(SoftmaxHead):
     def loss(self, h: Tensor, target: Tensor, **options: Any) -> Tensor:
         given = checks.as_options(type(self).__name__, options, weight="weight")
         z = self(h)
-        checks.check_multilabel(z, None, target, "msml", None, given)
+        checks.check_multilabel(z.shape, target, given)
         x = z.to(checks.compute_dtype(z))
         y, known = equations.soft_labels(target, x.dtype, given)
         p_m = (torch.sigmoid(x) - self.clip).clamp_min(0)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import checks, functional
+from .. import checks, functional, kernels
 from ..gaussians import GaussianLogits, first_items
 from ..layout import by_sign, spread_over_outputs
 from .softmax import SoftmaxHead
@@ -57,10 +57,16 @@ class GSoftmaxHead(SoftmaxHead):
         return self.gaussians(x.reshape(-1, self.out_features)).view(x.shape)
 
     def loss(self, h: Tensor, target: Tensor, **options: Any) -> Tensor:
-        if self.form is not None:
-            return super().loss(h, target, **options)
         g = self.gaussians
-        if g.gaussians == "tracked" and self.training:
+        tracking = g.gaussians == "tracked" and self.training
+        if self.form is not None:
+            if not tracking:
+                return self._label_loss(h, target, g.mu, g.sigma, g.lam, options)
+            given = checks.as_label_options(type(self).__name__, self.form, options)
+            x = F.linear(h.reshape(-1, self.in_features), self.weight, self.bias)
+            checks.check_multilabel((len(x), self.num_classes), target, given)
+            return kernels.multilabel(x, target, *g.current(x), g.lam, given)
+        if tracking:
             # tracking needs x, so the logits are computed anyway
             flat, rows, shape = checks.flatten_linear(h, self.weight, target, self.bias)
             x = F.linear(flat, self.weight, self.bias)
@@ -73,6 +79,12 @@ class GSoftmaxHead(SoftmaxHead):
         return functional.linear_gsoftmax_cross_entropy(
             h, self.weight, target, g.mu, g.sigma, g.lam, bias=self.bias, impl=self.impl, **options
         )
+
+    def predict_proba(self, h: Tensor) -> Tensor:
+        if self.form is not None:
+            return super().predict_proba(h)
+        x, g = self.features(h), self.gaussians
+        return functional.gsoftmax(x.reshape(-1, self.out_features), g.mu, g.sigma, g.lam).view(x.shape)
 
     @property
     def lam(self) -> float:

@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import checks, equations, functional
+from .. import checks, equations, functional, kernels
 from ..gaussians import param_groups
 from ..kernels import IMPLS
-from ..layout import split_outputs, two_outputs
+from ..kernels.linear import Linear
+from ..layout import two_outputs
 
 
 class SoftmaxHead(nn.Module):
@@ -135,19 +136,31 @@ class SoftmaxHead(nn.Module):
             `multilabel_cross_entropy`
         """
         if self.form is not None:
-            z_pos, z_neg = split_outputs(self(h), self.num_classes, self.form)
-            return functional.multilabel_cross_entropy(z_pos, z_neg, target, form=self.form, **options)
+            return self._label_loss(h, target, None, None, 0.0, options)
         return functional.linear_gsoftmax_cross_entropy(
             h, self.weight, target, 0.0, 1.0, 0.0, bias=self.bias, impl=self.impl, **options
         )
+
+    def _label_loss(
+        self, h: Tensor, target: Tensor, mu: Tensor | None, sigma: Tensor | None, lam: float, given: Mapping[str, Any]
+    ) -> Tensor:
+        """The loss of a multi-label form, with a Gaussian term where there are mu and sigma."""
+        assert self.form is not None
+        options = checks.as_label_options(type(self).__name__, self.form, given)
+        h = h.reshape(-1, self.in_features) if two_outputs(self.form) else h
+        checks.check_multilabel((*h.shape[:-1], self.num_classes), target, options)
+        layer = Linear(self.linear_input(h), *self.linear_weights())
+        if mu is not None and sigma is not None:
+            dtype = equations.linear_dtype(h)
+            mu, sigma = checks.as_gaussians_for(self.out_features, dtype, h.device, mu, sigma, lam)
+        return kernels.linear_multilabel(layer, target, mu, sigma, lam, options)
 
     def predict_proba(self, h: Tensor) -> Tensor:
         """p (..., C), or p+ (N, L) for a multi-label form."""
         z = self(h)
         if self.form is None:
             return torch.softmax(z, -1)
-        z_pos, z_neg = split_outputs(z, self.num_classes, self.form)
-        return functional.multilabel_probabilities(z_pos, z_neg, form=self.form)
+        return equations.label_probabilities(z.flatten(-2) if two_outputs(self.form) else z, self.form)
 
     @torch.no_grad()
     def predict(self, h: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ class ZLPRHead(SoftmaxHead):
     def loss(self, h: Tensor, target: Tensor, **options: Any) -> Tensor:
         given = checks.as_options(type(self).__name__, options, weight=None)
         z = self(h)
-        checks.check_multilabel(z, None, target, "msml", None, given)
+        checks.check_multilabel(z.shape, target, given)
         x = z.to(checks.compute_dtype(z))
         y, known = equations.soft_labels(target, x.dtype, given)
         present = torch.where(known & (y > 0), y.log() - x, -math.inf)

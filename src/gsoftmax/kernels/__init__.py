@@ -18,15 +18,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import checks, equations
-from ..checks import Options
+from ..checks import LabelOptions, Options
 from . import chunked, linear, native
-from .autograd import Loss, apply
+from .autograd import LabelLoss, Logits, Loss, Probabilities, apply
 
 if TYPE_CHECKING:
-    from . import triton_ce, triton_track  # noqa: F401  `load_triton` imports them
+    from . import triton_ce, triton_terms, triton_track  # noqa: F401  `load_triton` imports them
 
 __all__ = ["IMPLS", "Path", "explain"]
 
@@ -82,7 +83,7 @@ def explain(
     mu, sigma = checks.as_gaussians(x, mu, sigma, lam)
     if lam == 0:
         return Path("plain", "lam is 0: torch.nn.functional.cross_entropy itself")
-    name, why = _choose(impl, lam, (x, target, mu, sigma, weight))
+    name, why = _choose(impl, lam, (x, mu, sigma), (target, weight))
     if name == "native":
         threads = torch.get_num_threads()
         why += f", {native.explain_instructions()}, {threads} thread{'s' if threads > 1 else ''}"
@@ -96,7 +97,7 @@ def cross_entropy(
 
     The chosen implementation checks that sigma is positive: the compiled kernel does so at no cost.
     """
-    path = "plain" if lam == 0 else _choose(impl, lam, (x, target, mu, sigma, options.weight))[0]
+    path = "plain" if lam == 0 else _choose(impl, lam, (x, mu, sigma), (target, options.weight))[0]
     if path == "plain":
         return equations.cross_entropy(x, target, mu, sigma, lam, options)
     if path == "triton":
@@ -123,8 +124,64 @@ def linear_cross_entropy(
     return linear.linear_cross_entropy(layer, target, mu, sigma, lam, options, module.evaluate)
 
 
+# ---------------------------------------------------------------------------------------------- z, p and several labels
+
+
+def logits(x: Tensor, mu: Tensor, sigma: Tensor, lam: float) -> Tensor:
+    """z in the compute dtype; arguments as in `cross_entropy`."""
+    module = _terms(lam, (x, mu, sigma))
+    if module is None or lam == 0:
+        return equations.logits(x, mu, sigma, lam)
+    return apply(Logits(lam, module.logits, module.logits_backward), x, mu, sigma)
+
+
+def logits_backward(
+    grad: Tensor, x: Tensor, mu: Tensor, sigma: Tensor, lam: float, need: Sequence[bool] = (True, True, True)
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of x (rows, classes), mu and sigma from that of z, for a backward pass written by hand."""
+    module = _terms(lam, (x, mu, sigma))
+    backward = (equations if module is None else module).logits_backward
+    found: tuple[Tensor | None, Tensor | None, Tensor | None] = backward(grad, x, mu, sigma, lam, need)
+    return found
+
+
+def probabilities(x: Tensor, mu: Tensor, sigma: Tensor, lam: float) -> Tensor:
+    """softmax(z) in the dtype of softmax(x), which depends on autocast."""
+    widened = x.dtype is not sigma.dtype and torch.is_autocast_enabled(x.device.type)
+    module = None if widened or lam == 0 else _terms(lam, (x, mu, sigma))
+    if module is None:
+        return equations.probabilities(x, mu, sigma, lam)
+    return apply(Probabilities(lam, module.probabilities, module.logits_backward), x, mu, sigma)
+
+
+def multilabel(
+    x: Tensor, target: Tensor, mu: Tensor | None, sigma: Tensor | None, lam: float, options: LabelOptions
+) -> Tensor:
+    """`multilabel_cross_entropy` after its checks.
+
+    x: (N, outputs) or (outputs,), absence first where there are two outputs per label
+    mu, sigma: (outputs,) in the compute dtype, or None without a Gaussian term
+    """
+    module = _terms(lam, (x, mu, sigma), (target, options.weight, options.pos_weight))
+    if module is None or x.ndim != 2:
+        return equations.multilabel(x, target, mu, sigma, lam, options)
+    return apply(LabelLoss(target, 0.0 if mu is None else lam, options, module.multilabel), x, mu, sigma)
+
+
+def linear_multilabel(
+    layer: linear.Linear, target: Tensor, mu: Tensor | None, sigma: Tensor | None, lam: float, options: LabelOptions
+) -> Tensor:
+    """`multilabel` of the outputs of a linear layer, computed in chunks where labels are many."""
+    inputs, module = (layer.h, mu, sigma, layer.weight, layer.bias), None
+    if options.reduction != "none" and _is_large(layer):
+        module = _terms(lam, inputs, (target, options.weight, options.pos_weight))
+    if module is None:
+        return multilabel(F.linear(*layer[:3]), target, mu, sigma, lam, options)
+    return linear.linear_multilabel(layer, target, mu, sigma, 0.0 if mu is None else lam, options, module.multilabel)
+
+
 def load_triton(name: str) -> str:
-    """Import `triton_ce` or `triton_track` of this package; why that fails, or "".
+    """Import a module of this package that needs Triton; why that fails, or "".
 
     The only import that waits until it is needed, on a GPU or in Triton's interpreter: Triton takes 0.4 s to import.
     """
@@ -172,27 +229,36 @@ def cached_call(x: Tensor, target: Tensor, mu: Any, sigma: Any, lam: Any, option
 # What "auto" tries on a device, in this order, before the plain formula.
 _ORDER = {"cpu": ("native", "chunked"), "cuda": ("triton", "chunked")}
 _WHY = {"native": "the compiled kernel", "triton": "x is on a GPU"}
-_NAMES = ("x", "target", "mu", "sigma", "weight")
-_LINEAR_NAMES = ("h", "target", "mu", "sigma", "class_weight", "weight", "bias")
+_NAMES = ("x", "mu", "sigma", "target", "weight")
+_LINEAR_NAMES = ("h", "mu", "sigma", "weight", "bias", "target", "class_weight")
+_UNNAMED = ("an argument",) * 8  # where nobody reads the reason
 _PLAIN_TYPES, _STRIDED = (Tensor, torch.nn.Parameter), torch.strided
 _HALF_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _choose(
-    impl: str, lam: float, tensors: Sequence[Any], names: tuple[str, ...] = _NAMES, why_first: str = ""
+    impl: str,
+    lam: float,
+    inputs: Sequence[Any],
+    constants: Sequence[Any],
+    names: tuple[str, ...] = _NAMES,
+    why_first: str = "",
 ) -> tuple[str, str]:
-    """(path, why): the first candidate without a reason against it; a ValueError where `impl` names one that has."""
+    """(path, why): the first candidate without a reason against it; a ValueError where `impl` names one that has.
+
+    inputs: what can be differentiated, x or h first; constants: the target and its weights, which cannot
+    """
     if impl != "auto":
         checks.check_choice("impl", impl, IMPLS)
-        if impl != "plain" and (why := _unsupported(impl, lam, tensors, names)):
+        if impl != "plain" and (why := _unsupported_loss(impl, lam, inputs, constants, names)):
             raise ValueError(f"impl={impl!r} is not available: {why}; impl='auto' falls back automatically")
         return impl, f"impl={impl!r}"
-    device = tensors[0].device.type
+    device = inputs[0].device.type
     reasons: list[str] = []
     for path in _ORDER.get(device, ()):
-        why = _unsupported(path, lam, tensors, names)
+        why = _unsupported_loss(path, lam, inputs, constants, names)
         if not why and path != "native":
-            why = _slower(path, tensors[0], names)
+            why = _slower(path, inputs[0], names)
         if not why:
             return path, reasons[-1] if reasons else why_first or _WHY[path]
         reasons.append(why)
@@ -201,41 +267,68 @@ def _choose(
 
 def _choose_linear(impl: str, lam: float, layer: linear.Linear, rest: Sequence[Any]) -> tuple[str, str]:
     """The same for a linear layer and target, mu, sigma, class_weight; "plain" here means to compute all of x first."""
-    target, device = rest[0], layer.h.device.type
-    elements = target.numel() * (1 if target.is_floating_point() else layer.weight.shape[0])
-    if impl == "auto" and elements < LARGE_LINEAR.get(device, 0):
+    elements = layer.h.shape[0] * layer.weight.shape[0]
+    if impl == "auto" and not _is_large(layer):
         return "plain", f"x has {elements} elements, few enough to compute without chunks"
-    tensors = (layer.h, *rest, layer.weight, layer.bias)
-    return _choose(impl, lam, tensors, _LINEAR_NAMES, f"x has {elements} elements")
+    target, mu, sigma, class_weight = rest
+    inputs, constants = (layer.h, mu, sigma, layer.weight, layer.bias), (target, class_weight)
+    return _choose(impl, lam, inputs, constants, _LINEAR_NAMES, f"x has {elements} elements")
 
 
-def _unsupported(path: str, lam: float, tensors: Sequence[Any], names: tuple[str, ...]) -> str:
-    """Why `path` does not support these arguments; "" if it does."""
-    x, target, weight = tensors[0], tensors[1], tensors[4]
-    compiling = torch.compiler.is_compiling()
-    if compiling and (path != "triton" or names[0] != "x"):
+def _is_large(layer: linear.Linear) -> bool:
+    """Whether the outputs of a linear layer are worth computing in chunks."""
+    return layer.h.shape[0] * layer.weight.shape[0] >= LARGE_LINEAR.get(layer.h.device.type, 0)
+
+
+def _terms(lam: float, inputs: Sequence[Any], constants: Sequence[Any] = ()) -> Any:
+    """The module with the kernels of z, p and several labels; None for the plain formula, which compilers fuse."""
+    x = inputs[0]
+    path = "triton" if x.is_cuda else "native"
+    if not hasattr(native, "multilabel"):  # the compiled part follows
+        return None
+    if torch.compiler.is_compiling() or _unsupported(path, lam, inputs, constants, _UNNAMED):
+        return None
+    return triton_terms if path == "triton" else native
+
+
+def _unsupported_loss(
+    path: str, lam: float, inputs: Sequence[Any], constants: Sequence[Any], names: tuple[str, ...]
+) -> str:
+    """Why `path` does not support a cross entropy of these arguments; "" if it does."""
+    if torch.compiler.is_compiling() and (path != "triton" or names[0] != "x"):
         return "torch.compile fuses the plain formula itself"
+    if why := _unsupported(path, lam, inputs, constants, names):
+        return why
+    target, weight = constants
+    double = torch.float64 in (target.dtype, None if weight is None else weight.dtype)
+    if double and path != "triton" and target.is_floating_point():
+        return "target or weight is torch.float64"
+    return ""
+
+
+def _unsupported(path: str, lam: float, inputs: Sequence[Any], constants: Sequence[Any], names: tuple[str, ...]) -> str:
+    """Why `path` does not support these arguments; "" if it does."""
+    x, compiling = inputs[0], torch.compiler.is_compiling()
     if not compiling and checks.under_transform():
         return "a torch.func transform, forward-mode AD or tracing is active"
-    if path == "triton" and (why := load_triton("triton_ce") or triton_ce.unsupported(x, lam)):
-        return why
+    if path == "triton":
+        why = load_triton("triton_ce") or triton_ce.unsupported(x, lam)
+        if why:
+            return why
     cpu = x.is_cpu
-    for i, v in enumerate(tensors):
+    for i, v in enumerate((*inputs, *constants)):
         if v is None:
             continue
         if not compiling and (type(v) not in _PLAIN_TYPES or v.layout is not _STRIDED or v.is_neg()):
             return f"{names[i]} is a {type(v).__name__} of layout {v.layout}, not a plain array in memory"
         if v.is_cpu is not cpu or not (cpu or v.device == x.device):
             return f"{names[i]} is on {v.device}, {names[0]} on {x.device}"
-    if target.requires_grad or (weight is not None and weight.requires_grad):
-        return "target or weight requires a gradient"
+    for v in constants:
+        if v is not None and v.requires_grad:
+            return "target or weight requires a gradient"
     if x.numel() == 0:
         return f"{names[0]} is empty"
-    if path == "triton":
-        return ""
-    if target.is_floating_point() and torch.float64 in (target.dtype, None if weight is None else weight.dtype):
-        return "target or weight is torch.float64"
-    if path == "chunked":
+    if path != "native":
         return ""
     if not cpu:
         return f"{names[0]} is on {x.device.type}"

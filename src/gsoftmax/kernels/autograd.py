@@ -1,9 +1,9 @@
-"""One autograd node for all fused losses, on every device.
+"""One autograd node for all fused operations, on every device.
 
-Where it can, the node computes the gradients together with the loss, while x is in the cache.  The backward pass
-scales them by the incoming gradient and returns them without a copy (they may become `.grad`), so a second pass over a
-retained graph computes them again.  Gradients wait for the backward pass where they depend on more than one incoming
-number (reduction="none"), and in float16, where they would underflow before loss scaling is applied.
+Where it can, the node of a loss computes the gradients together with the loss, while x is in the cache.  The backward
+pass scales them by the incoming gradient and returns them without a copy (they may become `.grad`), so a second pass
+over a retained graph computes them again.  Gradients wait for the backward pass where they depend on more than one
+incoming number (reduction="none", z), and in float16, where they would underflow before loss scaling is applied.
 """
 
 from __future__ import annotations
@@ -15,46 +15,122 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import equations
-from ..checks import Options
+from .. import checks, equations
 
 # (x, target, mu, sigma, lam, options, need, grad=None) -> loss and gradients of x, mu and sigma, None where not needed
 Evaluate = Callable[..., tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]]
 
 
+class Operation:
+    """What is computed from the inputs, and everything that is not differentiated."""
+
+    __slots__ = ()
+
+    def constants(self) -> tuple[Tensor | None, ...]:
+        """Tensors that must not be changed in place before the backward pass."""
+        return ()
+
+    def early(self, x: Tensor) -> bool:
+        """Whether gradients are computed together with the value."""
+        return False
+
+    def result(self, value: Tensor, x: Tensor) -> Tensor:
+        """The value in the dtype that the caller gets."""
+        return value
+
+    def __call__(self, inputs: Sequence[Any], need: Sequence[bool], grad: Tensor | None = None) -> tuple[Any, ...]:
+        """The value, and the gradient of every input that needs one, times `grad`."""
+        raise NotImplementedError
+
+    def plain(self, *inputs: Any) -> Tensor:
+        """The value by the plain formula, which can be differentiated twice."""
+        raise NotImplementedError
+
+
 @dataclass(slots=True)
-class Loss:
-    """The loss of the inputs x, mu and sigma: everything that is not differentiated, and how to compute it."""
+class Logits(Operation):
+    """z of the inputs x, mu and sigma."""
+
+    lam: float
+    forward: Callable[..., Tensor]  # (x, mu, sigma, lam)
+    backward: Callable[..., tuple[Any, ...]]  # (grad, x, mu, sigma, lam, need)
+
+    def __call__(self, inputs: Sequence[Any], need: Sequence[bool], grad: Tensor | None = None) -> tuple[Any, ...]:
+        if grad is None:
+            return self.forward(*inputs, self.lam), None, None, None
+        return None, *self.backward(grad, *inputs, self.lam, need)
+
+    def plain(self, *inputs: Any) -> Tensor:
+        x, mu, sigma = inputs
+        return equations.logits(x, mu, sigma, self.lam)
+
+
+@dataclass(slots=True)
+class Probabilities(Logits):
+    """softmax(z) of the inputs x, mu and sigma; its backward pass computes it again."""
+
+    def __call__(self, inputs: Sequence[Any], need: Sequence[bool], grad: Tensor | None = None) -> tuple[Any, ...]:
+        p = self.forward(*inputs, self.lam)
+        if grad is None:
+            return p, None, None, None
+        p, grad = p.to(inputs[2].dtype), grad.to(inputs[2].dtype)
+        dz = p * (grad - (grad * p).sum(checks.class_dim(p), keepdim=True))
+        return None, *self.backward(dz, *inputs, self.lam, need)
+
+    def plain(self, *inputs: Any) -> Tensor:
+        x, mu, sigma = inputs
+        return equations.probabilities(x, mu, sigma, self.lam)
+
+
+@dataclass(slots=True)
+class Loss(Operation):
+    """The loss of the inputs x, mu and sigma."""
 
     target: Tensor
     lam: float
-    options: Options
+    options: Any  # Options; LabelOptions for several labels
     evaluate: Evaluate
 
+    def constants(self) -> tuple[Tensor | None, ...]:
+        return self.target, self.options.weight
+
     def early(self, x: Tensor) -> bool:
-        """Whether gradients are computed together with the loss."""
         return self.options.reduction != "none" and x.dtype is not torch.float16
 
+    def result(self, value: Tensor, x: Tensor) -> Tensor:
+        return value if value.dtype is x.dtype else equations.loss_dtype(value, x)
+
     def __call__(self, inputs: Sequence[Any], need: Sequence[bool], grad: Tensor | None = None) -> tuple[Any, ...]:
-        """The loss, and the gradient of every input that needs one, times `grad`."""
         x, mu, sigma = inputs
         return self.evaluate(x, self.target, mu, sigma, self.lam, self.options, need, grad)
 
-    def plain(self, x: Tensor, mu: Tensor, sigma: Tensor) -> Tensor:
-        """The same by the plain formula, which can be differentiated twice."""
+    def plain(self, *inputs: Any) -> Tensor:
+        x, mu, sigma = inputs
         return equations.cross_entropy(x, self.target, mu, sigma, self.lam, self.options)
+
+
+@dataclass(slots=True)
+class LabelLoss(Loss):
+    """The loss of several labels."""
+
+    def constants(self) -> tuple[Tensor | None, ...]:
+        return self.target, self.options.weight, self.options.pos_weight
+
+    def plain(self, *inputs: Any) -> Tensor:
+        x, mu, sigma = inputs
+        return equations.multilabel(x, self.target, mu, sigma, self.lam, self.options)
 
 
 class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        inputs, loss, need = arguments[:-1], arguments[-1], ctx.needs_input_grad[:-1]
-        x, early = inputs[0], loss.early(inputs[0])
-        value, *gradients = loss(inputs, need if early else (False,) * len(need))
-        # The last two for their version: an error if they are changed in place.
-        ctx.save_for_backward(*inputs, loss.target, loss.options.weight)
-        ctx.loss, ctx.ready = loss, [gradients] if early else []
-        return value if value.dtype is x.dtype else equations.loss_dtype(value, x)
+        inputs, operation, need = arguments[:-1], arguments[-1], ctx.needs_input_grad[:-1]
+        x, early = inputs[0], operation.early(inputs[0])
+        value, *gradients = operation(inputs, need if early else (False,) * len(need))
+        # Constants for their version: an error if they are changed in place.
+        ctx.save_for_backward(*inputs, *operation.constants())
+        ctx.operation, ctx.ready = operation, [gradients] if early else []
+        return operation.result(value, x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -69,22 +145,21 @@ class _Node(torch.autograd.Function):
         need = ctx.needs_input_grad[:-1]
         inputs = ctx.saved_tensors[: len(need)]
         if not differentiable:
-            return *ctx.loss(inputs, need, grad)[1:], None
-        value = ctx.loss.plain(*inputs).to(grad.dtype)
+            return *ctx.operation(inputs, need, grad)[1:], None
+        value = ctx.operation.plain(*inputs).to(grad.dtype)
         wanted = [v for v, needed in zip(inputs, need, strict=True) if needed]
         found = iter(torch.autograd.grad(value, wanted, grad, create_graph=True))
         return *(next(found) if needed else None for needed in need), None
 
 
-# `_Node.apply` without the check for torch.func transforms, which are excluded before a fused loss is chosen.
+# `_Node.apply` without the check for torch.func transforms, which are excluded before a fused operation is chosen.
 _apply = super(torch.autograd.Function, _Node).apply
 
 
-def apply(loss: Loss, *inputs: Any) -> Tensor:
-    """The value of `loss`, recorded by autograd if an input requires a gradient."""
+def apply(operation: Operation, *inputs: Any) -> Tensor:
+    """The value of an operation, recorded by autograd if an input requires a gradient."""
     if torch.is_grad_enabled():
         for v in inputs:
             if v is not None and v.requires_grad:
-                return _apply(*inputs, loss)
-    value = loss(inputs, (False,) * len(inputs))[0]
-    return value if value.dtype is inputs[0].dtype else equations.loss_dtype(value, inputs[0])
+                return _apply(*inputs, operation)
+    return operation.result(operation(inputs, (False,) * len(inputs))[0], inputs[0])

@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import checks, equations
-from ..checks import Options
+from ..checks import LabelOptions, Options
 from .autograd import Evaluate, Loss, apply
 
-__all__ = ["Linear", "linear_cross_entropy"]
+__all__ = ["Linear", "linear_cross_entropy", "linear_multilabel"]
 
 # The smallest x worth splitting, in elements: 512 MiB of bfloat16 on a GPU, and what stays in the caches of a CPU.
 CHUNK = {"cuda": 1 << 28, "cpu": 1 << 22}
@@ -65,17 +65,38 @@ def linear_cross_entropy(
     >>> linear_cross_entropy(Linear(h, weight), target, mu, sigma, 1.0, Options(), chunked.evaluate)
     tensor(0.1565)
     """
-    h, weight, bias, target_logit = layer
-    device = h.device.type
+    h, weight, *_ = layer
     checks.check_cross_entropy(h.new_empty((h.shape[0], weight.shape[0]), device="meta"), target, options)
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        h, weight = h.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
     if options.weight is not None:
         options = Options(options.weight.contiguous(), *options[1:])
     loss = _LinearLoss(target, lam, options, evaluate)
-    return apply(loss, h, weight, bias, target_logit, mu.contiguous(), sigma.contiguous())
+    return apply(loss, *_cast(layer), mu.contiguous(), sigma.contiguous())
+
+
+def linear_multilabel(
+    layer: Linear,
+    target: Tensor,
+    mu: Tensor | None,
+    sigma: Tensor | None,
+    lam: float,
+    options: LabelOptions,
+    evaluate: Evaluate,
+) -> Tensor:
+    """The same for several labels: target is (N, L), and the reduction is not "none"."""
+
+    def in_place(x: Tensor, *arguments: Any) -> Any:
+        return evaluate(x, *arguments, out=x)
+
+    return apply(_LinearLabelLoss(target, lam, options, in_place), *_cast(layer), mu, sigma)
+
+
+def _cast(layer: Linear) -> tuple[Tensor | None, ...]:
+    """The layer as autocast would cast it."""
+    h, weight, bias, target_logit = layer
+    if not torch.is_autocast_enabled(h.device.type):
+        return layer
+    dtype = torch.get_autocast_dtype(h.device.type)
+    return h.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), target_logit
 
 
 class _LinearLoss(Loss):
@@ -89,15 +110,14 @@ class _LinearLoss(Loss):
         return equations.cross_entropy(x, self.target, mu, sigma, self.lam, self.options)
 
     def __call__(self, inputs: Sequence[Any], need: Sequence[bool], grad: Tensor | None = None) -> tuple[Any, ...]:
-        reduction = self.options.reduction
-        divisor = self._divisor(inputs[1].shape[0], inputs[5].dtype)
+        divisor = self._divisor(inputs[1].shape[0], checks.compute_dtype(inputs[0]))
         # If every row is ignored, the loss is 0 / 0 and there is no gradient.
         factor = torch.where(divisor == 0, 0, 1 / divisor)
         if grad is not None:
             factor = grad.to(factor.dtype) * factor
         with torch.autocast(inputs[0].device.type, enabled=False):
             rows, gradients = self._all_chunks(inputs, need, factor)
-        return rows if reduction == "none" else rows.sum() / divisor, *gradients
+        return rows if self.options.reduction == "none" else rows.sum() / divisor, *gradients
 
     def _divisor(self, classes: int, dtype: torch.dtype) -> Tensor:
         """What the sum over rows is divided by: for reduction="mean" the number or weight of rows."""
@@ -110,20 +130,24 @@ class _LinearLoss(Loss):
             return counts.sum().to(dtype)
         return torch.where(counts, weight.to(dtype)[target.clamp(0, classes - 1).long()], 0).sum()
 
+    def _each(self) -> Any:
+        """The options for a chunk, whose losses are not divided."""
+        weight, ignore_index, _, label_smoothing = self.options
+        return Options(weight, ignore_index, "none", label_smoothing)
+
     def _all_chunks(
         self, inputs: Sequence[Any], need: Sequence[bool], factor: Tensor
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Losses of rows (N,), and the gradients of the inputs; factor: () or (N,), of every row's gradient."""
+        """Losses of rows or of chunks, and the gradients of the inputs; factor: () or (N,), of every row's gradient."""
         h, weight, bias, target_logit, mu, sigma = inputs
-        (n, d), c, dtype = h.shape, weight.shape[0], sigma.dtype
-        losses = torch.empty(n, dtype=dtype, device=h.device)
+        (n, d), c, dtype = h.shape, weight.shape[0], factor.dtype
+        losses = []
         dh = torch.empty_like(h) if need[0] else None
         dweight: Tensor | None = None
         dbias = torch.zeros(c, dtype=dtype, device=h.device) if need[2] else None
         d_target_logit = torch.empty_like(target_logit) if need[3] else None
         sums = [torch.zeros_like(v) if needed else None for v, needed in zip((mu, sigma), need[4:], strict=True)]
-        weights, ignore_index, _, label_smoothing = self.options
-        each, need_of_chunk = Options(weights, ignore_index, "none", label_smoothing), (any(need[:4]), *need[4:])
+        each, need_of_chunk = self._each(), (any(need[:4]), *need[4:])
         buffer: Tensor | None = None
         exact = 4 * c * d <= FLOAT32_SUM
         for at in _chunks(n, d if exact else 2 * d, c, h.device.type):
@@ -135,10 +159,11 @@ class _LinearLoss(Loss):
             else:
                 torch.addmm(bias, h[at], weight.t(), out=x)
             if target_logit is not None:
-                labels = equations.label_columns(target, ignore_index, c)[:, None]
+                labels = equations.label_columns(target, self.options.ignore_index, c)[:, None]
                 x.scatter_(1, labels, target_logit[at, None].to(x.dtype))
             grad = factor[at] if factor.ndim else factor
-            losses[at], dx, *parts = self.evaluate(x, target, mu, sigma, self.lam, each, need_of_chunk, grad)
+            loss, dx, *parts = self.evaluate(x, target, mu, sigma, self.lam, each, need_of_chunk, grad)
+            losses.append(loss)
             if dx is not None:
                 if target_logit is not None:
                     if d_target_logit is not None:
@@ -158,7 +183,35 @@ class _LinearLoss(Loss):
             dweight = dweight.to(weight.dtype)
         if dbias is not None:
             dbias = dbias.to(bias.dtype)
-        return losses, [dh, dweight, dbias, d_target_logit, *sums]
+        return torch.stack(losses) if losses[0].ndim == 0 else torch.cat(losses), [
+            dh,
+            dweight,
+            dbias,
+            d_target_logit,
+            *sums,
+        ]
+
+
+class _LinearLabelLoss(_LinearLoss):
+    """The same for several labels; target_logit is None."""
+
+    __slots__ = ()
+
+    def constants(self) -> tuple[Tensor | None, ...]:
+        return self.target, self.options.weight, self.options.pos_weight
+
+    def plain(self, *inputs: Any) -> Tensor:
+        h, weight, bias, _, mu, sigma = inputs
+        return equations.multilabel(F.linear(h, weight, bias), self.target, mu, sigma, self.lam, self.options)
+
+    def _divisor(self, classes: int, dtype: torch.dtype) -> Tensor:
+        target, reduction = self.target, self.options.reduction
+        if reduction == "mean":
+            return (target != self.options.ignore_index).sum().to(dtype)
+        return torch.full((), len(target) if reduction == "batchmean" else 1, dtype=dtype, device=target.device)
+
+    def _each(self) -> Any:
+        return self.options._replace(reduction="sum")
 
 
 def _chunks(rows: int, features: int, classes: int, device: str) -> Iterator[slice]:
