@@ -5,7 +5,7 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --progres
 NUMERICAL := $(addprefix tests/test_,$(addsuffix .py,functional backbones metrics significance ood geometry modules \
 	torchmetrics kernels_cpu kernels_linear data_batches)) $(addprefix src/gsoftmax/,functional.py losses.py heads \
 	gaussians.py geometry.py metrics.py significance.py ood.py schedules.py torchmetrics.py backbones)
-SOURCES := pyproject.toml setup.py constraints.txt src/gsoftmax/kernels/native.c
+SOURCES := pyproject.toml setup.py constraints.txt src/gsoftmax/kernels/native.c src/gsoftmax/kernels/native_terms.h
 
 # Bytecode is written when a module is first imported, so that of torch's thousands only those in use are compiled.
 unexport PYTHONDONTWRITEBYTECODE

@@ -12,15 +12,16 @@ from setuptools.command.sdist import sdist
 
 # Without a compiler, or with one that lacks GCC's vector types, the build goes on and the package takes its pure torch
 # path.  It is a plain shared library for ctypes, without Python or torch headers; the instruction set is chosen when it
-# runs, so there is no -march here.  SOURCE lets native.py see whether a library was made from the native.c beside it.
+# runs, so there is no -march here.  SOURCE lets native.py see whether a library was made from the C files beside it.
 unix = sys.platform != "win32"
-source = "src/gsoftmax/kernels/native.c"
+sources = [Path("src/gsoftmax/kernels", name) for name in ("native.c", "native_terms.h")]
 exact = ["-O3", "-fno-fast-math", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
 exact += ["-g0"]  # debugging information has the folder of the build in it
 native = Extension(
     "gsoftmax.kernels._native",
-    [source],
-    define_macros=[("SOURCE", f"{zlib.crc32(Path(source).read_bytes())}u")],
+    [str(sources[0])],
+    depends=[str(sources[1])],
+    define_macros=[("SOURCE", f"{zlib.crc32(b''.join(v.read_bytes() for v in sources))}u")],
     extra_compile_args=exact if unix else [],
     libraries=["m", "pthread"] if unix else [],
     optional=True,

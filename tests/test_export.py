@@ -246,7 +246,7 @@ def test_folded_models_are_plain_and_equal(name):
     folded = fold(model)
     assert model.training and ours(model) and not ours(folded)
     model.eval()
-    assert torch.equal(outputs(folded, inputs), outputs(model, inputs))
+    close(outputs(folded, inputs), outputs(model, inputs), 1e-6)  # by the formula, and by the kernel
     assert not ours(fold(folded))
 
 

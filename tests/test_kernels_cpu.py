@@ -623,11 +623,13 @@ def test_which_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
         (2, "DEFAULT", "default"): f"{native.INSTRUCTIONS[1]} (ATEN_CPU_CAPABILITY; the processor has AVX2)",
         (3, "AVX2", ""): "AVX2 (no wider than torch's; the processor has AVX-512)",
     }
-    for name in ("_call", "_why", "_team", "_best", "_taken"):
+    for name in ("_call", "_call_terms", "_why", "_team", "_best", "_taken"):
         monkeypatch.setattr(native, name, getattr(native, name))
     for (processor, torchs, variable), expected in cases.items():
         monkeypatch.setattr(native, "_why", "not looked for")
-        library = SimpleNamespace(gsoftmax_best_isa=lambda processor=processor: processor, gsoftmax_cross_entropy=None)
+        library = SimpleNamespace(
+            gsoftmax_best_isa=lambda processor=processor: processor, gsoftmax_cross_entropy=None, gsoftmax_terms=None
+        )
         monkeypatch.setattr(native, "_load", lambda library=library: (library, ""))
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda torchs=torchs: torchs)
         monkeypatch.setenv("ATEN_CPU_CAPABILITY", variable)
@@ -699,8 +701,11 @@ def test_unsupported_machines_are_rejected_at_compile_time(tmp_path: Path, lie: 
 def test_an_unusable_library_falls_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Built for another machine, from another version, or not at all: falls back and gives the reason."""
 
-    def why(library: Path | None, source: Path = SOURCE) -> str:
-        for name, value in (("_call", None), ("_why", "not looked for"), ("_files", lambda: (library, source))):
+    built, (_, header) = native._files()
+
+    def why(library: Path | None, *sources: Path) -> str:
+        found = library, sources or (SOURCE, header)
+        for name, value in (("_call", None), ("_why", "not looked for"), ("_files", lambda: found)):
             monkeypatch.setattr(native, name, value)
         path = kernels.explain(*large)
         assert path.name == "chunked" and path.why == native.unavailable()
@@ -709,7 +714,6 @@ def test_an_unusable_library_falls_back(monkeypatch: pytest.MonkeyPatch, tmp_pat
         return path.why
 
     large = example(40, 1000)
-    built, _ = native._files()
     again = "; install gsoftmax again to build it here"
     nowhere, other, broken = tmp_path / "native.c", tmp_path / "_native.cpython-27-vax.so", tmp_path / "broken.so"
     assert why(None, nowhere) == "the compiled kernel was not built (no C compiler when the package was installed)"
@@ -723,10 +727,12 @@ def test_an_unusable_library_falls_back(monkeypatch: pytest.MonkeyPatch, tmp_pat
     another_version = f"the compiled kernel was built from another version of native.c{again}"
     assert why(Path(torch._C.__file__)) == another_version  # none of the names in it
     if built:
-        nowhere.write_bytes(SOURCE.read_bytes() + b"\n")
-        assert why(built, nowhere) == another_version
+        for changed in (SOURCE, header):
+            nowhere.write_bytes(changed.read_bytes() + b"\n")
+            sources = (nowhere, header) if changed == SOURCE else (SOURCE, nowhere)
+            assert why(built, *sources) == another_version
         nowhere.unlink()
-        monkeypatch.setattr(native, "_files", lambda: (built, nowhere))
+        monkeypatch.setattr(native, "_files", lambda: (built, (nowhere, header)))
         assert native._load()[1] == ""  # an installed package has no source
         elsewhere = bytearray(built.read_bytes())
         elsewhere[18:20] = b"\x08\x00"  # an ELF header's processor: MIPS

@@ -376,7 +376,8 @@ def test_sdist_holds_the_package_and_nothing_else(sdist):
     with tarfile.open(sdist) as file:
         names = {m.name.split("/", 1)[1] for m in file.getmembers() if m.isfile()}
     assert {f"src/{name}" for name in package_files()} <= names
-    assert {"src/gsoftmax/kernels/native.c", "setup.py", "pyproject.toml", "LICENSE", "CITATION.cff"} <= names
+    assert {f"src/gsoftmax/kernels/{name}" for name in ("native.c", "native_terms.h")} <= names
+    assert {"setup.py", "pyproject.toml", "LICENSE", "CITATION.cff"} <= names
     others = {name.split("/")[0] for name in names}
     assert not others & {"tests", "benchmarks", "results", "docs", "examples", "runs", ".github"}
     assert not [name for name in names if name.endswith((".so", ".pyc"))]

@@ -284,8 +284,6 @@ def _terms(lam: float, inputs: Sequence[Any], constants: Sequence[Any] = ()) -> 
     """The module with the kernels of z, p and several labels; None for the plain formula, which compilers fuse."""
     x = inputs[0]
     path = "triton" if x.is_cuda else "native"
-    if not hasattr(native, "multilabel"):  # the compiled part follows
-        return None
     if torch.compiler.is_compiling() or _unsupported(path, lam, inputs, constants, _UNNAMED):
         return None
     return triton_terms if path == "triton" else native

@@ -1,4 +1,5 @@
-/* Cross entropy of z = x + lam * Phi((x - mu) / sigma): the loss and every gradient, read off x in one call.
+/* Cross entropy of z = x + lam * Phi((x - mu) / sigma): the loss and every gradient, read off x in one call.  z itself,
+ * softmax(z) and the loss of several labels are in native_terms.h.
  *
  * Plain C on raw pointers: no Python and no torch headers, so it is built by any GCC or Clang and called with ctypes
  * (native.py packs `struct job`).  The file includes itself once for each instruction set (the part under `#ifdef W`);
@@ -39,15 +40,15 @@
 #error "written for 64-bit little-endian machines and tried on no others"
 #endif
 
-/* The checksum of this file when it was compiled, from setup.py: native.py refuses what another version made. */
+/* The checksum of the source when it was compiled, from setup.py: native.py refuses what another version made. */
 #ifndef SOURCE
 #define SOURCE 0
 #endif
 extern const uint32_t gsoftmax_source;
 __attribute__((visibility("default"))) const uint32_t gsoftmax_source = SOURCE;
 
-enum { FLOAT32, BFLOAT16, FLOAT16 };
-enum { NONE, MEAN, SUM };
+enum { FLOAT32, BFLOAT16, FLOAT16, INT64, UINT8 }; /* the last two for targets only */
+enum { NONE, MEAN, SUM, BATCHMEAN };
 
 /* What native.py packs, all fields of eight bytes; pointers it does not need are null. */
 struct job {
@@ -68,7 +69,7 @@ struct job {
 };
 _Static_assert(sizeof(struct job) == 32 * 8, "native.py packs 32 fields of eight bytes");
 
-enum { OK, BAD_LABEL, BAD_SIGMA, NO_MEMORY };
+enum { OK, BAD_LABEL, BAD_SIGMA, NO_MEMORY, BAD_TARGET };
 
 enum {
     TILE = 1024,     /* classes at a time: mu, 1/sigma, two sums, x and q of a tile are 24 KB */
@@ -100,9 +101,12 @@ enum {
 #define B6 -0.11389988726498271f
 static const double PHI_0 = 0.39894228040143267794; /* phi(0) = 1 / sqrt(2 pi) */
 
+struct terms;
+
 /* Shared by the threads of one call. */
 struct plan {
     const struct job *job;
+    const struct terms *terms;
     float *mu, *to_w, *slope; /* (Cp,): w = (x - mu) to_w and s = slope 2^(-w^2) */
     float *y0, *y1;        /* dense targets: y = y0 + prob * y1, weight and smoothing inside; null without any */
     double y0_sum;
@@ -123,6 +127,8 @@ struct run {
     float *top;           /* (group, tiles): maximum of each tile */
     void *memory;
     double loss;
+    struct arrays *arrays; /* see native_terms.h, and how many labels are known, and wrong */
+    int64_t known, bad;
 };
 
 static int64_t round_up(int64_t v, int64_t to) { return (v + to - 1) / to * to; }
@@ -157,6 +163,8 @@ static uint16_t half_of_float(float f) {
 
 static float load_one(const void *p, int64_t i, int64_t dtype) {
     if (dtype == FLOAT32) return ((const float *)p)[i];
+    if (dtype == INT64) return (float)((const int64_t *)p)[i];
+    if (dtype == UINT8) return (float)((const uint8_t *)p)[i];
     return dtype == BFLOAT16 ? float_of_bf16(((const uint16_t *)p)[i]) : float_of_half(((const uint16_t *)p)[i]);
 }
 
@@ -189,6 +197,140 @@ static void scatter(const struct job *j, const float *from, int64_t cp, int64_t 
         for (int64_t r = 0; r < rows; r++)
             store_one(j->dx, at[r] + c * j->dx_stride[1], j->dtype, from[r * cp + c]);
 }
+
+/* ------------------------------------------------------------------------------------------------ threads and memory */
+
+static void work(void *data) {
+    struct plan *p = data;
+    for (;;) {
+        /* Each share is taken by whichever thread comes first, so a team smaller than asked for still does it all. */
+        int64_t t = atomic_fetch_add(&p->next, 1);
+        if (t >= p->runs) return;
+        p->rows_of(p, &p->run[t], p->rows * t / p->runs, p->rows * (t + 1) / p->runs);
+    }
+}
+
+static void add_up(void *data) {
+    struct plan *p = data;
+    const int64_t c = p->job->c;
+    for (;;) {
+        int64_t t = atomic_fetch_add(&p->next, 1);
+        if (t >= p->runs) return;
+        for (int64_t j = c * t / p->runs; j < c * (t + 1) / p->runs; j++) {
+            double mu = 0, sigma = 0;
+            for (int64_t r = 0; r < p->runs; r++) {
+                mu += p->run[r].sum[j];
+                sigma += p->run[r].sum[p->cp + j];
+                if (p->run[r].wide) mu += p->run[r].wide[j], sigma += p->run[r].wide[p->cp + j];
+            }
+            p->job->dmu[j] = (float)(mu * p->slope[j]);
+            p->job->dsigma[j] = (float)(sigma * p->slope[j] / UNIT);
+        }
+    }
+}
+
+struct start {
+    void (*what)(void *);
+    void *with;
+};
+
+static void *start_thread(void *data) {
+    struct start *s = data;
+    s->what(s->with);
+    return NULL;
+}
+
+/* what(p) on every thread of the team.  torch's own OpenMP threads are used where its runtime can be found: a second
+ * pool would have to be woken while the first is still spinning.  GOMP_parallel is GNU's, and the runtimes of Intel and
+ * LLVM export it too, for programs built by GCC.  Where it is missing, threads are made here.  Those that run, 65 at
+ * most or as many as can be made, take the shares of the others. */
+static void in_parallel(void (*what)(void *), struct plan *p) {
+    atomic_store(&p->next, 0);
+    if (p->runs == 1) {
+        what(p);
+    } else if (p->job->team) {
+        void (*team)(void (*)(void *), void *, unsigned, unsigned);
+        memcpy(&team, &p->job->team, sizeof team);
+        team(what, p, (unsigned)p->runs, 0);
+    } else {
+        pthread_t thread[64];
+        struct start s = {what, p};
+        int64_t made = 0;
+        while (made < p->runs - 1 && made < 64 && !pthread_create(&thread[made], NULL, start_thread, &s)) made++;
+        what(p);
+        for (int64_t t = 0; t < made; t++) pthread_join(thread[t], NULL);
+    }
+}
+
+/* Fresh memory costs a page fault for every 4 KB, more than the arithmetic; in huge pages it is 512 times fewer. */
+static void want_huge_pages(const struct job *j, void *at, const int64_t *stride, int64_t dtype) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    const uintptr_t page = 2 << 20;
+    uintptr_t first = (uintptr_t)at, last;
+    int64_t extent = 1, size = dtype == FLOAT32 ? 4 : 2;
+    extent += (j->n - 1) * stride[0] + (j->c - 1) * stride[1] + (j->s - 1) * stride[2];
+    last = (first + (uintptr_t)(extent * size)) / page * page;
+    first = (first + page - 1) / page * page;
+    if (last > first + page) madvise((void *)first, last - first, MADV_HUGEPAGE);
+#else
+    (void)j, (void)at, (void)stride, (void)dtype;
+#endif
+}
+
+static char *take(char **at, int64_t bytes) {
+    char *here = *at;
+    *at += round_up(bytes, 64);
+    return here;
+}
+
+static void *aligned(int64_t bytes) {
+    void *memory;
+    return posix_memalign(&memory, 64, (size_t)bytes + 64) ? NULL : memory;
+}
+
+/* Threads for `rows` rows, and mu, 1/sigma and the slope of every class.  The memory, with room for `vectors` more of Cp
+ * numbers, is p->run; `at` is where that room begins. */
+static int64_t prepare(struct plan *p, int64_t vectors, char **at) {
+    const struct job *j = p->job;
+    const int64_t c = j->c, cp = p->cp;
+    int64_t bytes, bad = 0;
+    for (int64_t k = 0; j->sigma && k < c; k++) bad += !(j->sigma[k] > 0);
+    if (bad) return BAD_SIGMA;
+    p->runs = p->rows * cp / GRAIN;
+    p->runs = p->runs < 1 ? 1 : p->runs > j->threads ? j->threads : p->runs;
+    p->runs = p->runs > p->rows ? (p->rows ? p->rows : 1) : p->runs;
+    bytes = (3 + vectors) * round_up(cp * 4, 64) + round_up(p->runs * (int64_t)sizeof(struct run), 64);
+    if (!(*at = aligned(bytes))) return NO_MEMORY;
+    p->run = memset(take(at, p->runs * (int64_t)sizeof(struct run)), 0, (size_t)p->runs * sizeof(struct run));
+    p->mu = (float *)take(at, cp * 4);
+    p->to_w = (float *)take(at, cp * 4);
+    p->slope = (float *)take(at, cp * 4);
+    for (int64_t k = 0; k < cp; k++) {
+        /* Both finite, whatever sigma is: no 0 * inf at x = mu. */
+        const int inside = j->sigma && k < c;
+        const double inverse = inside ? 1.0 / j->sigma[k] : 1;
+        p->mu[k] = inside ? j->mu[k] : 0;
+        p->to_w[k] = (float)fmin(inverse * UNIT, FLT_MAX);
+        p->slope[k] = (float)fmin(inverse * j->lam * PHI_0, FLT_MAX);
+    }
+    return OK;
+}
+
+/* A thread's sums for dmu and dsigma, `bytes` of them, at `at`. */
+static void take_sums(struct run *run, char **at, int64_t bytes, int wide) {
+    if (bytes) run->sum = memset(take(at, bytes), 0, (size_t)bytes);
+    if (wide) run->wide = memset(take(at, 2 * bytes), 0, (size_t)(2 * bytes));
+}
+
+/* Sums in float go to double before they lose digits. */
+static void flush(struct run *run, int64_t cp, int64_t rows, int64_t *since) {
+    *since += rows;
+    if (!run->wide || *since < FLUSH) return;
+    for (int64_t k = 0; k < 2 * cp; k++) run->wide[k] += run->sum[k], run->sum[k] = 0;
+    *since = 0;
+}
+
+#include "native_terms.h"
 
 /* ------------------------------------------------------------------------------------- one copy per instruction set */
 
@@ -257,83 +399,6 @@ __attribute__((visibility("default"))) int64_t gsoftmax_best_isa(void) {
 #endif
 }
 
-static void work(void *data) {
-    struct plan *p = data;
-    for (;;) {
-        /* Each share is taken by whichever thread comes first, so a team smaller than asked for still does it all. */
-        int64_t t = atomic_fetch_add(&p->next, 1);
-        if (t >= p->runs) return;
-        p->rows_of(p, &p->run[t], p->rows * t / p->runs, p->rows * (t + 1) / p->runs);
-    }
-}
-
-static void add_up(void *data) {
-    struct plan *p = data;
-    const int64_t c = p->job->c;
-    for (;;) {
-        int64_t t = atomic_fetch_add(&p->next, 1);
-        if (t >= p->runs) return;
-        for (int64_t j = c * t / p->runs; j < c * (t + 1) / p->runs; j++) {
-            double mu = 0, sigma = 0;
-            for (int64_t r = 0; r < p->runs; r++) {
-                mu += p->run[r].sum[j];
-                sigma += p->run[r].sum[p->cp + j];
-                if (p->run[r].wide) mu += p->run[r].wide[j], sigma += p->run[r].wide[p->cp + j];
-            }
-            p->job->dmu[j] = (float)(mu * p->slope[j]);
-            p->job->dsigma[j] = (float)(sigma * p->slope[j] / UNIT);
-        }
-    }
-}
-
-struct start {
-    void (*what)(void *);
-    void *with;
-};
-
-static void *start_thread(void *data) {
-    struct start *s = data;
-    s->what(s->with);
-    return NULL;
-}
-
-/* what(p) on every thread of the team.  torch's own OpenMP threads are used where its runtime can be found: a second
- * pool would have to be woken while the first is still spinning.  GOMP_parallel is GNU's, and the runtimes of Intel and
- * LLVM export it too, for programs built by GCC.  Where it is missing, threads are made here.  Those that run, 65 at
- * most or as many as can be made, take the shares of the others. */
-static void in_parallel(void (*what)(void *), struct plan *p) {
-    atomic_store(&p->next, 0);
-    if (p->runs == 1) {
-        what(p);
-    } else if (p->job->team) {
-        void (*team)(void (*)(void *), void *, unsigned, unsigned);
-        memcpy(&team, &p->job->team, sizeof team);
-        team(what, p, (unsigned)p->runs, 0);
-    } else {
-        pthread_t thread[64];
-        struct start s = {what, p};
-        int64_t made = 0;
-        while (made < p->runs - 1 && made < 64 && !pthread_create(&thread[made], NULL, start_thread, &s)) made++;
-        what(p);
-        for (int64_t t = 0; t < made; t++) pthread_join(thread[t], NULL);
-    }
-}
-
-/* Fresh memory costs a page fault for every 4 KB, more than the arithmetic; in huge pages it is 512 times fewer. */
-static void want_huge_pages(const struct job *j) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-    const uintptr_t page = 2 << 20;
-    uintptr_t first = (uintptr_t)j->dx, last;
-    int64_t extent = 1, size = j->dtype == FLOAT32 ? 4 : 2;
-    extent += (j->n - 1) * j->dx_stride[0] + (j->c - 1) * j->dx_stride[1] + (j->s - 1) * j->dx_stride[2];
-    last = (first + (uintptr_t)(extent * size)) / page * page;
-    first = (first + page - 1) / page * page;
-    if (last > first + page) madvise((void *)first, last - first, MADV_HUGEPAGE);
-#else
-    (void)j;
-#endif
-}
-
 /* The number of labels that count, or the sum of their weights. */
 static int check_labels(const struct job *j, double *total) {
     const int64_t rows = j->n * j->s;
@@ -350,33 +415,18 @@ static int check_labels(const struct job *j, double *total) {
     return bad ? BAD_LABEL : OK;
 }
 
-static char *take(char **at, int64_t bytes) {
-    char *here = *at;
-    *at += round_up(bytes, 64);
-    return here;
-}
-
-static void *aligned(int64_t bytes) {
-    void *memory;
-    return posix_memalign(&memory, 64, (size_t)bytes + 64) ? NULL : memory;
-}
-
 __attribute__((visibility("default"))) int64_t gsoftmax_cross_entropy(const struct job *j) {
     const int64_t c = j->c, rows = j->n * j->s, cp = round_up(c, PAD);
     const int grad = j->dx || j->dmu, dense = !j->label || j->smoothing > 0;
     struct plan p = {.job = j, .cp = cp, .rows = rows, .tiles = (c + TILE - 1) / TILE};
-    int64_t bytes;
+    int64_t bytes, failed;
     double total = (double)rows;
-    char *shared, *at;
-    int failed = 0, bad = 0;
+    char *at;
 
     if (j->label && check_labels(j, &total)) return BAD_LABEL;
-    for (int64_t k = 0; k < c; k++) bad += !(j->sigma[k] > 0);
-    if (bad) return BAD_SIGMA;
+    failed = prepare(&p, dense ? 2 : 0, &at);
+    if (failed) return failed;
     p.factor = j->scale / (j->reduction == MEAN ? total : 1);
-    p.runs = rows * cp / GRAIN;
-    p.runs = p.runs < 1 ? 1 : p.runs > j->threads ? j->threads : p.runs;
-    p.runs = p.runs > rows ? (rows ? rows : 1) : p.runs;
     /* Rows in work at once: x and q of all of them should stay in a second-level cache. */
     p.group = (1 << 15) / (cp ? cp : 1);
     p.group = p.group < 1 ? 1 : p.group > GROUP ? GROUP : p.group;
@@ -388,20 +438,6 @@ __attribute__((visibility("default"))) int64_t gsoftmax_cross_entropy(const stru
     }
 #endif
 
-    bytes = (dense ? 5 : 3) * round_up(cp * 4, 64) + round_up(p.runs * (int64_t)sizeof(struct run), 64);
-    if (!(shared = aligned(bytes))) return NO_MEMORY;
-    at = shared;
-    p.run = memset(take(&at, p.runs * (int64_t)sizeof(struct run)), 0, (size_t)p.runs * sizeof(struct run));
-    p.mu = (float *)take(&at, cp * 4);
-    p.to_w = (float *)take(&at, cp * 4);
-    p.slope = (float *)take(&at, cp * 4);
-    for (int64_t k = 0; k < cp; k++) {
-        /* Both finite, whatever sigma is: no 0 * inf at x = mu. */
-        const double inverse = k < c ? 1.0 / j->sigma[k] : 1;
-        p.mu[k] = k < c ? j->mu[k] : 0;
-        p.to_w[k] = (float)fmin(inverse * UNIT, FLT_MAX);
-        p.slope[k] = (float)fmin(inverse * j->lam * PHI_0, FLT_MAX);
-    }
     if (dense) {
         p.y0 = (float *)take(&at, cp * 4);
         p.y1 = (float *)take(&at, cp * 4);
@@ -425,11 +461,10 @@ __attribute__((visibility("default"))) int64_t gsoftmax_cross_entropy(const stru
         bytes = round_up(sums, 64) * (wide ? 3 : 1) + scratch * (x + q + y + 2 * grad);
         bytes += GROUP * SHORT * 4 + 2 * TILE * 4 + round_up(p.group * p.tiles * 4, 64);
         if (!(run->memory = at = aligned(bytes))) {
-            failed = 1;
+            failed = NO_MEMORY;
             break;
         }
-        if (sums) run->sum = memset(take(&at, sums), 0, (size_t)sums);
-        if (wide) run->wide = memset(take(&at, 2 * sums), 0, (size_t)(2 * sums));
+        take_sums(run, &at, sums, wide);
         if (x) run->x = (float *)take(&at, scratch);
         if (q) run->q = (float *)take(&at, scratch);
         if (y) run->y = (float *)take(&at, scratch);
@@ -441,15 +476,15 @@ __attribute__((visibility("default"))) int64_t gsoftmax_cross_entropy(const stru
 
     if (!failed) {
         double loss = 0;
-        if (j->dx && rows) want_huge_pages(j);
+        if (j->dx && rows) want_huge_pages(j, j->dx, j->dx_stride, j->dtype);
         in_parallel(work, &p);
         for (int64_t t = 0; t < p.runs; t++) loss += p.run[t].loss;
         if (j->loss && j->reduction != NONE) *j->loss = (float)(j->reduction == MEAN ? loss / total : loss);
         if (j->dmu) in_parallel(add_up, &p);
     }
     for (int64_t t = 0; t < p.runs; t++) free(p.run[t].memory);
-    free(shared);
-    return failed ? NO_MEMORY : OK;
+    free(p.run);
+    return failed;
 }
 
 #else /* ------------------------------------------------------------------------------------- vectors of W floats */
@@ -470,6 +505,12 @@ static inline V FN(min)(V a, V b) { return _mm512_min_ps(a, b); }
 static inline V FN(abs)(V a) { return _mm512_abs_ps(a); }
 static inline V FN(sign_of)(V a, V sign) { /* a >= 0 with the sign of `sign` */
     return _mm512_or_ps(a, _mm512_and_ps(sign, _mm512_set1_ps(-0.0f)));
+}
+static inline V FN(by_sign)(V a, V below, V above) { /* `below` where a has a minus sign */
+    return _mm512_mask_mov_ps(above, _mm512_movepi32_mask(_mm512_castps_si512(a)), below);
+}
+static inline V FN(unless_zero)(V test, V a) { /* a, or 0 where `test` is 0 */
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(test, _mm512_setzero_ps(), _CMP_NEQ_UQ), a);
 }
 static inline V FN(round)(V a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 /* a * 2^n where v >= -126 (or NaN), else 0: normal numbers only */
@@ -498,6 +539,10 @@ static inline V FN(max)(V a, V b) { return _mm256_max_ps(a, b); }
 static inline V FN(min)(V a, V b) { return _mm256_min_ps(a, b); }
 static inline V FN(abs)(V a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
 static inline V FN(sign_of)(V a, V sign) { return _mm256_or_ps(a, _mm256_and_ps(sign, _mm256_set1_ps(-0.0f))); }
+static inline V FN(by_sign)(V a, V below, V above) { return _mm256_blendv_ps(above, below, a); }
+static inline V FN(unless_zero)(V test, V a) {
+    return _mm256_and_ps(_mm256_cmp_ps(test, _mm256_setzero_ps(), _CMP_NEQ_UQ), a);
+}
 static inline V FN(round)(V a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 static inline V FN(scale)(V a, V n, V v) {
     const __m256i power = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
@@ -539,6 +584,8 @@ static inline V FN(max)(V a, V b) { return FN(pick)((FN(bits))(a > b), a, b); }
 static inline V FN(min)(V a, V b) { return FN(pick)((FN(bits))(a < b), a, b); }
 static inline V FN(abs)(V a) { return (V)((FN(bits))a & 0x7fffffff); }
 static inline V FN(sign_of)(V a, V sign) { return (V)((FN(bits))a | ((FN(bits))sign & 0x80000000)); }
+static inline V FN(by_sign)(V a, V below, V above) { return FN(pick)((FN(bits))((FN(ints))a < 0), below, above); }
+static inline V FN(unless_zero)(V test, V a) { return (V)((FN(bits))(test != 0.0f) & (FN(bits))a); }
 /* Adding 1.5 * 2^23 leaves no bits for a fraction; |a| < 2^22. */
 static inline V FN(round)(V a) { return (a + 12582912.0f) - 12582912.0f; }
 static inline V FN(scale)(V a, V n, V v) {
@@ -843,13 +890,11 @@ static void FN(rows)(const struct plan *p, struct run *run, int64_t first, int64
                     scatter(j, run->q, cp, row, rows, c0, c1);
             }
         }
-        since += rows;
-        if (run->wide && since >= FLUSH) {
-            for (int64_t k = 0; k < 2 * cp; k++) run->wide[k] += run->sum[k], run->sum[k] = 0;
-            since = 0;
-        }
+        flush(run, cp, rows, &since);
     }
 }
+
+#include "native_terms.h"
 
 #undef V
 #endif

@@ -1,4 +1,4 @@
-"""The compiled CPU kernel (native.c) on tensors: loading the library, and one call."""
+"""The compiled CPU kernels (native.c) on tensors: loading the library, and one call of each."""
 
 from __future__ import annotations
 
@@ -10,31 +10,39 @@ import zlib
 from collections.abc import Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..checks import Options, check_sigma, label_error
+from .. import equations
+from ..checks import LabelOptions, Options, check_sigma, label_error
 
-__all__ = ["INSTRUCTIONS", "evaluate", "unavailable"]
+__all__ = ["INSTRUCTIONS", "evaluate", "logits", "logits_backward", "multilabel", "probabilities", "unavailable"]
 
 # The first is the baseline of the architecture.
 _BASELINES = {"x86_64": "SSE2", "aarch64": "NEON", "arm64": "NEON"}
 INSTRUCTIONS = {1: _BASELINES.get(platform.machine(), "baseline"), 2: "AVX2", 3: "AVX-512"}
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
-_BAD_LABEL, _BAD_SIGMA = 1, 2
+_TARGETS = {**_DTYPES, torch.int64: 3, torch.uint8: 4, torch.bool: 4}
+_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2, "batchmean": 3}
+_FORMS = {"paired": 0, "independent": 1, "printed": 2, "msml": 3}
+_LOGITS, _BACKWARD, _SOFTMAX, _LABELS = range(4)
+_BAD_LABEL, _BAD_SIGMA, _BAD_TARGET = 1, 2, 4
 _NUMBER = torch.empty((), dtype=torch.float32)
 _NO_STRIDES: tuple[int, ...] = (0, 0, 0)
 # `struct job` of native.c, field by field.
-_pack = struct.Struct("@11Q 4q 9q 3q Q q 3d".replace(" ", "")).pack
+_JOB = "@11Q 4q 9q 3q Q q 3d"
+_pack = struct.Struct(_JOB.replace(" ", "")).pack
+# `struct terms` of native_terms.h, which begins with a job.
+_pack_terms = struct.Struct(f"{_JOB} 4Q 3q 6q d".replace(" ", "")).pack
 _empty, _empty_like, _get_num_threads = torch.empty, torch.empty_like, torch.get_num_threads
 
 _REINSTALL = "install gsoftmax again to build it here"
 
-_call: Any = None  # the function, once loaded
+_call: Any = None  # the function for the loss of one label, once loaded
+_call_terms: Any = None  # the one for all else
 _why = "not looked for"
 _team = 0
 _best = _taken = 0  # the widest instruction set of the processor, and the one in use
@@ -43,7 +51,7 @@ instructions = 0  # overrides `_taken`, for tests
 
 def unavailable() -> str:
     """The reason why the compiled kernel is unavailable; "" if it is available."""
-    global _call, _why, _team, _best, _taken
+    global _call, _call_terms, _why, _team, _best, _taken
     if _why == "not looked for":
         library, why = _load()
         if library is not None:
@@ -55,7 +63,7 @@ def unavailable() -> str:
             # computes the same numbers with a second pool.
             team = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
             _team = ctypes.cast(team, ctypes.c_void_p).value or 0 if team else 0
-            _call = library.gsoftmax_cross_entropy
+            _call, _call_terms = library.gsoftmax_cross_entropy, library.gsoftmax_terms
         _why = why
     return _why
 
@@ -75,17 +83,18 @@ def explain_instructions() -> str:
     return f"{INSTRUCTIONS[taken]} ({why}; the processor has {INSTRUCTIONS[best]})"
 
 
-def _files() -> tuple[Path | None, Path]:
-    """The library built for this Python, if any, and its source, which only a checkout has."""
+def _files() -> tuple[Path | None, tuple[Path, ...]]:
+    """The library built for this Python, if any, and its sources, which only a checkout has."""
     here = Path(__file__)
     libraries = (here.with_name("_native" + suffix) for suffix in EXTENSION_SUFFIXES)
-    return next((file for file in libraries if file.exists()), None), here.with_name("native.c")
+    sources = here.with_name("native.c"), here.with_name("native_terms.h")
+    return next((file for file in libraries if file.exists()), None), sources
 
 
 def _load() -> tuple[Any, str]:
-    file, source = _files()
+    file, sources = _files()
     if file is None:
-        others = ", ".join(sorted(v.name for v in source.parent.glob("_native.*")))
+        others = ", ".join(sorted(v.name for v in sources[0].parent.glob("_native.*")))
         if others:
             return None, f"the compiled kernel was not built for this Python and machine, only {others}; {_REINSTALL}"
         return None, "the compiled kernel was not built (no C compiler when the package was installed)"
@@ -94,13 +103,16 @@ def _load() -> tuple[Any, str]:
     except OSError as error:
         return None, f"the compiled kernel does not load; was it built on another machine? ({error}); {_REINSTALL}"
     try:
-        call, best = library.gsoftmax_cross_entropy, library.gsoftmax_best_isa
+        calls, best = (library.gsoftmax_cross_entropy, library.gsoftmax_terms), library.gsoftmax_best_isa
         made_from = ctypes.c_uint32.in_dll(library, "gsoftmax_source").value
     except (AttributeError, ValueError):
         made_from = None
-    if made_from is None or (source.exists() and made_from != zlib.crc32(source.read_bytes())):
+    present = all(v.exists() for v in sources)
+    if made_from is None or (present and made_from != zlib.crc32(b"".join(v.read_bytes() for v in sources))):
         return None, f"the compiled kernel was built from another version of native.c; {_REINSTALL}"
-    call.argtypes, call.restype, best.restype = [ctypes.c_char_p], ctypes.c_int64, ctypes.c_int64
+    for call in calls:
+        call.argtypes, call.restype = [ctypes.c_char_p], ctypes.c_int64
+    best.restype = ctypes.c_int64
     return library, ""
 
 
@@ -183,3 +195,137 @@ def evaluate(
     if dims > 3 and dx is not None:
         dx = dx.view(shape)
     return loss, dx, dmu if need[1] else None, dsigma if need[2] else None
+
+
+# ---------------------------------------------------------------------------------------------- z, p and several labels
+
+
+def logits(x: Tensor, mu: Tensor, sigma: Tensor, lam: float) -> Tensor:
+    """z = x + lam Phi((x - mu) / sigma) in float32.
+
+    x, mu, sigma: as in `evaluate`
+    """
+    flat = x if x.ndim < 4 else x.flatten(2)
+    z = torch.empty_like(flat, dtype=torch.float32)
+    _terms(_LOGITS, flat, mu, sigma, lam, _Rest(out=z))
+    return z.view(x.shape)
+
+
+def logits_backward(
+    grad: Tensor, x: Tensor, mu: Tensor, sigma: Tensor, lam: float, need: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dx, dmu and dsigma, those that are needed, from the gradient of z, in float32 and of any strides."""
+    flat, grad = (v if v.ndim < 4 else v.flatten(2) for v in (x, grad))
+    dx = _empty_like(flat) if need[0] else None
+    dmu, dsigma = _terms(_BACKWARD, flat, mu, sigma, lam, _Rest(dx, grad), need[1] or need[2])
+    return None if dx is None else dx.view(x.shape), dmu if need[1] else None, dsigma if need[2] else None
+
+
+def probabilities(x: Tensor, mu: Tensor, sigma: Tensor, lam: float) -> Tensor:
+    """softmax(z) over the classes, computed in float32, in x's dtype; arguments as in `logits`."""
+    flat = x if x.ndim < 4 else x.flatten(2)
+    p = _empty_like(flat)
+    _terms(_SOFTMAX, flat, mu, sigma, lam, _Rest(out=p))
+    return p.view(x.shape)
+
+
+def multilabel(
+    x: Tensor,
+    target: Tensor,
+    mu: Tensor | None,
+    sigma: Tensor | None,
+    lam: float,
+    options: LabelOptions,
+    need: Sequence[bool],
+    grad: Tensor | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The loss of several labels in float32 and its gradients dx, dmu and dsigma, None where `need` is false.
+
+    x: (N, outputs), absence first where there are two outputs per label; target: (N, L)
+    mu, sigma: (outputs,) in float32, or None without a Gaussian term
+    grad: a number, or one per label with reduction="none", that multiplies the gradients
+    out: where to write dx, which may be x itself
+    """
+    if target.dtype not in _TARGETS:
+        target = target.to(torch.float32)
+    # `ignore_index` as torch rounds it before it compares; beside bool, torch compares integers.
+    ignore = options.ignore_index
+    if target.dtype is not torch.bool:
+        ignore = torch.tensor(ignore).to(target.dtype).item()
+    each = options.reduction == "none"
+    loss = torch.empty(target.shape if each else (), dtype=torch.float32)
+    dx = None if not need[0] else _empty_like(x) if out is None else out
+    grads = None if grad is None or not each else grad.to(torch.float32).expand(loss.shape)
+    labels = _Labels(target, options, float(ignore), 1.0 if grad is None or each else float(grad))
+    sums = sigma is not None and (need[1] or need[2])
+    dmu, dsigma = _terms(_LABELS, x, mu, sigma, lam, _Rest(dx, grads, loss, labels), sums)
+    return loss, dx, dmu if need[1] else None, dsigma if need[2] else None
+
+
+class _Labels(NamedTuple):
+    """What a loss of several labels has beside its arrays of floats."""
+
+    target: Tensor
+    options: LabelOptions
+    ignore: float
+    scale: float
+
+
+class _Rest(NamedTuple):
+    """The arrays of a call beside x; those that it does not have are None."""
+
+    dx: Tensor | None = None
+    grad: Tensor | None = None
+    out: Tensor | None = None
+    labels: _Labels | None = None
+
+
+def _terms(
+    kind: int, x: Tensor, mu: Tensor | None, sigma: Tensor | None, lam: float, rest: _Rest, sums: bool = False
+) -> tuple[Tensor | None, Tensor | None]:
+    """Run one kernel; dmu and dsigma if `sums`."""
+    if _call_terms is None and unavailable():
+        raise RuntimeError(_why)
+    dx, grad, out, labels = rest
+    shape = x.shape
+    c = shape[1] if len(shape) > 1 else shape[0]
+    n, s = (shape[0], shape[2]) if len(shape) > 2 else (shape[0], 1) if len(shape) == 2 else (1, 1)
+    dmu = dsigma = weight = pos_weight = None
+    if sigma is not None and mu is not None:
+        mu, sigma = mu.contiguous(), sigma.contiguous()
+        if sums:
+            dmu, dsigma = _empty_like(mu), _empty_like(mu)
+    target, smoothing, scale, ignore, target_type, form, reduction = None, 0.0, 1.0, 0.0, 0, 0, 0
+    if labels is not None:
+        target, options, ignore, scale = labels
+        weight, pos_weight = (None if v is None else v.to(torch.float32).contiguous() for v in options[1:3])
+        smoothing, target_type = options.label_smoothing, _TARGETS[target.dtype]
+        form, reduction = _FORMS[options.form], _REDUCTIONS[options.reduction]
+    # A loss that is reduced is a number, not an array.
+    number = 0 if labels is None or reduction == 0 or out is None else out.data_ptr()
+    array = None if number else out
+    failed = _call_terms(
+        _pack_terms(
+            x.data_ptr(), _address(dx), 0, 0, _address(mu), _address(sigma), _address(weight), 0, number, _address(dmu),
+            _address(dsigma), _DTYPES[x.dtype], n, c, s, *_strides(x), *_maybe_strides(dx), *_maybe_strides(grad),
+            0, reduction, _get_num_threads(), _team, instructions or _taken, lam, smoothing, scale,
+            _address(grad), _address(array), _address(target), _address(pos_weight), kind, form, target_type,
+            *_maybe_strides(array), *_maybe_strides(target), ignore,
+        )
+    )  # fmt: skip
+    if failed:
+        if failed == _BAD_SIGMA and sigma is not None:
+            check_sigma(sigma)
+        if failed == _BAD_TARGET and labels is not None:
+            equations.soft_labels(labels.target, torch.float32, labels.options)
+        raise MemoryError(f"no memory for the scratch space of {c} outputs")
+    return dmu, dsigma
+
+
+def _address(v: Tensor | None) -> int:
+    return 0 if v is None else v.data_ptr()
+
+
+def _maybe_strides(v: Tensor | None) -> tuple[int, ...]:
+    return _NO_STRIDES if v is None else _strides(v)

@@ -92,10 +92,7 @@ def _offsets(table, rows, cols, s_b, s_n, s_c, MANY: tl.constexpr):
 @triton.jit
 def _is_even(tile, last, R, C, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, MANY: tl.constexpr):
     """Whether a program's tiles have no edge, so that they need no masks."""
-    if MANY:
-        even = R % BLOCK_N == 0
-    else:
-        even = last * BLOCK_N <= R
+    even = R % BLOCK_N == 0 if MANY else last * BLOCK_N <= R
     return even & ((tile + 1) * BLOCK_C <= C)
 
 
