@@ -1,7 +1,7 @@
 """Argument checks; each error is one line that names the argument, the value and what is accepted.
 
-Shapes and dtypes are always checked.  Values are checked only where that needs no GPU synchronization: on the CPU,
-outside of torch.compile.
+Shapes and dtypes are always checked.  Values are checked only where that needs no GPU synchronization and there are
+values: on the CPU, outside of torch.compile, torch.func and tracing.
 """
 
 from __future__ import annotations
@@ -52,17 +52,29 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def values_are_free(x: Tensor) -> bool:
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not under_transform()
 
 
 def under_transform() -> bool:
     """Whether a torch.func transform, forward-mode AD, a dispatch mode or tracing is active."""
-    return (
-        torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or forward_ad._current_level >= 0
-        or torch._C._is_tracing()
-    )
+    try:
+        return (
+            torch._C._are_functorch_transforms_active()
+            or torch._C._len_torch_dispatch_stack() > 0
+            or forward_ad._current_level >= 0
+            or torch._C._is_tracing()
+        )
+    except AttributeError:  # another version of torch: what is right under a transform is right everywhere
+        return True
+
+
+def is_array(v: Tensor) -> bool:
+    """Whether a tensor lies in memory, and is neither a batch of gradients under vmap nor one without values."""
+    try:
+        v.data_ptr()
+    except RuntimeError:
+        return False
+    return type(v) is Tensor
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:

@@ -106,7 +106,7 @@ def softmax_cross_entropy(z: Tensor, target: Tensor, options: Options) -> Tensor
 
 
 def probabilities(x: Tensor, mu: Tensor, sigma: Tensor, lam: float) -> Tensor:
-    """softmax(z) in the dtype of softmax(x), which depends on autocast."""
+    """softmax(z) in x's dtype; float32 for half precision under autocast."""
     return loss_dtype(torch.softmax(logits(x, mu, sigma, lam), checks.class_dim(x)), x)
 
 

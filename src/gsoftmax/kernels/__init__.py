@@ -146,7 +146,7 @@ def logits_backward(
 
 
 def probabilities(x: Tensor, mu: Tensor, sigma: Tensor, lam: float) -> Tensor:
-    """softmax(z) in the dtype of softmax(x), which depends on autocast."""
+    """softmax(z) in x's dtype; float32 for half precision under autocast."""
     widened = x.dtype is not sigma.dtype and torch.is_autocast_enabled(x.device.type)
     module = None if widened or lam == 0 else _terms(lam, (x, mu, sigma))
     if module is None:
@@ -286,7 +286,9 @@ def _terms(lam: float, inputs: Sequence[Any], constants: Sequence[Any] = ()) -> 
     path = "triton" if x.is_cuda else "native"
     if torch.compiler.is_compiling() or _unsupported(path, lam, inputs, constants, _UNNAMED):
         return None
-    return triton_terms if path == "triton" else native
+    if path == "native":
+        return native
+    return None if load_triton("triton_terms") else triton_terms
 
 
 def _unsupported_loss(

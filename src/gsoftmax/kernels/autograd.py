@@ -134,8 +134,8 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        differentiable = torch.is_grad_enabled()
-        if ctx.ready and not differentiable:
+        plain = torch.is_grad_enabled() or not checks.is_array(grad)
+        if ctx.ready and not plain:
             gradients = ctx.ready.pop()
             if not grad.is_cpu or grad.item() != 1:
                 for v in gradients:
@@ -144,11 +144,13 @@ class _Node(torch.autograd.Function):
             return *gradients, None
         need = ctx.needs_input_grad[:-1]
         inputs = ctx.saved_tensors[: len(need)]
-        if not differentiable:
+        if not plain:
             return *ctx.operation(inputs, need, grad)[1:], None
-        value = ctx.operation.plain(*inputs).to(grad.dtype)
+        differentiable = torch.is_grad_enabled()
+        with torch.enable_grad():
+            value = ctx.operation.plain(*inputs).to(grad.dtype)
         wanted = [v for v, needed in zip(inputs, need, strict=True) if needed]
-        found = iter(torch.autograd.grad(value, wanted, grad, create_graph=True))
+        found = iter(torch.autograd.grad(value, wanted, grad, create_graph=differentiable))
         return *(next(found) if needed else None for needed in need), None
 
 

@@ -16,9 +16,9 @@ from torch.nn import Parameter
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TYPES = (Tensor, Parameter)
-# These two are missing where torch knows no CUDA.
-_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # of a device's index
-_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+# These two are missing where torch knows no CUDA, and may be in another version; the public ones take longer.
+_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", lambda i: torch.cuda.current_stream(i).cuda_stream)
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 @triton.jit

@@ -33,10 +33,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..checks import LabelOptions
 from .launching import Call, Plan, calls, cdiv, launch, on_its_device, power_of_2, processors, remember
 from .triton_ce import LOG2E, P_0, ROOT, SIGMA_MIN, gaussian_term, unsupported
 
-__all__ = ["logits", "logits_backward", "probabilities", "unsupported"]
+__all__ = ["logits", "logits_backward", "multilabel", "probabilities", "unsupported"]
 
 # The result has float32's digits whatever x is rounded to.
 _DEGREE = 7
@@ -44,8 +45,8 @@ _DEGREE = 7
 U_MAX = tl.constexpr(16.0)
 # Rows up to this length are one tile.
 LONGEST_TILE = 8192
-# Up to this many labels one program computes everything.
-FEW_LABELS = 8192
+# Up to this many labels, and this many in a row, one program computes everything.
+FEW_LABELS, SHORT_ROW = 8192, 1024
 # Targets that the kernel reads; others are converted.
 _TARGETS = (
     torch.float32, torch.int64, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int16, torch.int8,
@@ -242,8 +243,8 @@ def _softmax_kernel(
         both = (rows < R)[:, None] & inside[None, :]
         at_x = x + _offsets(table, rows, cols, sx_b, sx_n, sx_c, MANY)
         xs = tl.load(at_x, mask=both, other=float("-inf")).to(tl.float32)
-        # Rows of all tables, with those that only fill up the blocks.
-        at = parts + (i * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64) * T
+        if STEP != "whole":  # rows of all tables, with those that only fill up the blocks
+            at = parts + (i * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64) * T
         if STEP == "spread":
             tiles = tl.arange(0, BLOCK_T)[None, :]
             tops = tl.load(at[:, None] + tiles, mask=tiles < T, other=float("-inf"))
@@ -308,7 +309,7 @@ def _is_known(t, ignore):
 def _count_kernel(
     target, counts, N, L, T, total, each, st_n, st_c, ignore, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """The number of known labels of each program."""
+    """The number of known labels of each program, below 2^24."""
     program = tl.program_id(0)
     cols = (program % T) * BLOCK_C + tl.arange(0, BLOCK_C)
     first = (program // T) * each
@@ -321,20 +322,20 @@ def _count_kernel(
     tl.store(counts + program, tl.sum(tl.sum(counted, 1), 0).to(tl.float32))
 
 
-@triton.jit(do_not_specialize=["N", "T", "total", "each", "ignore", "divisor", "P"])
+@triton.jit(do_not_specialize=["N", "T", "total", "each", "ignore", "divisor"])
 def _labels_kernel(
     x, target, mu, sigma, weight, pos_weight, grad, counts, loss, dx, dmu, dsigma,
-    N, L, T, total, each, P, sx_n, sx_c, st_n, st_c, sg_n, sg_c, sd_n, sd_c, keep, spread, ignore, divisor,
+    N, L, T, total, each, sx_n, sx_c, st_n, st_c, sg_n, sg_c, sd_n, sd_c, keep, spread, ignore, divisor,
     half, c0, steep,
     FORM: tl.constexpr, GAUSS: tl.constexpr, WEIGHT: tl.constexpr, POS: tl.constexpr, SMOOTH: tl.constexpr,
-    IGNORE: tl.constexpr, MEAN: tl.constexpr, NONE: tl.constexpr, GRAD: tl.constexpr, WHOLE: tl.constexpr,
-    BLOCK_P: tl.constexpr, NEED_X: tl.constexpr, NEED_MU: tl.constexpr, NEED_SIGMA: tl.constexpr,
+    MEAN: tl.constexpr, NONE: tl.constexpr, GRAD: tl.constexpr, WHOLE: tl.constexpr,
+    NEED_X: tl.constexpr, NEED_MU: tl.constexpr, NEED_SIGMA: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, DEGREE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A tile of labels and `each` blocks of rows: losses, dx, and a group's parts (groups, outputs) of dmu and dsigma.
 
     loss: the loss itself where it is not reduced (NONE) or one program has all labels (WHOLE), else (2, programs):
-    sums, and numbers of known labels.  counts: (P,), numbers of known labels, where gradients of the mean need them.
+    sums, and numbers of known labels.  counts: (), the number of known labels, where gradients of the mean need it.
     """
     program = tl.program_id(0)
     tile = program % T
@@ -344,21 +345,19 @@ def _labels_kernel(
     cols = tile * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = cols < L
     TWO: tl.constexpr = FORM != "msml"
-    COUNT: tl.constexpr = MEAN and IGNORE
     NEED: tl.constexpr = NEED_X or NEED_MU or NEED_SIGMA
     # Present outputs come after the absent ones.
     shift = L if TWO else 0
     counted = tl.zeros([BLOCK_N, BLOCK_C], tl.int32)
-    if COUNT and WHOLE:
+    if MEAN and WHOLE:
         for i in range(first, last):
             rows = i * BLOCK_N + tl.arange(0, BLOCK_N)
             both = (rows < N)[:, None] & inside[None, :]
             t = tl.load(target + _offsets(i, rows, cols, 0, st_n, st_c, False), mask=both, other=0)
             counted += (both & _is_known(t, ignore)).to(tl.int32)
         divisor = tl.sum(tl.sum(counted, 1), 0).to(tl.float32)
-    elif COUNT and NEED:
-        known_of = tl.arange(0, BLOCK_P)
-        divisor = tl.sum(tl.load(counts + known_of, mask=known_of < P, other=0.0), 0)
+    elif MEAN and NEED:
+        divisor = tl.load(counts)
     g = 1.0
     if GRAD and not NONE:
         g = tl.load(grad).to(tl.float32)
@@ -392,9 +391,7 @@ def _labels_kernel(
             if GAUSS:
                 term, u_neg = gaussian_term(x_neg, m_neg, r_neg, half, c0, DEGREE)
                 z_neg = x_neg + (term + half)
-        known = both
-        if IGNORE:
-            known = both & _is_known(t, ignore)
+        known = both & _is_known(t, ignore)
         present = t.to(tl.float32)
         if SMOOTH:
             present = tl.fma(present, keep, spread)
@@ -419,14 +416,16 @@ def _labels_kernel(
             tl.store(loss + rows.to(tl.int64)[:, None] * L + cols[None, :], cost, mask=both)
         else:
             sums += cost
-            if COUNT and not WHOLE and not NEED:
+            if MEAN and not WHOLE and not NEED:
                 counted += known.to(tl.int32)
         if NEED:
             if GRAD and NONE:
-                g = tl.load(grad + _offsets(i, rows, cols, 0, sg_n, sg_c, False), mask=both, other=0.0).to(tl.float32)
+                by = tl.load(grad + _offsets(i, rows, cols, 0, sg_n, sg_c, False), mask=both, other=0.0).to(tl.float32)
+            else:
+                by = g
             # To a and to b, and from these to z.
-            da = tl.where(known, -g * present * da, 0.0)
-            db = tl.where(known, -g * absent * db, 0.0)
+            da = tl.where(known, -by * present * da, 0.0)
+            db = tl.where(known, -by * absent * db, 0.0)
             if FORM == "independent":
                 d_pos, d_neg = da, db
             elif FORM == "printed":
@@ -460,7 +459,7 @@ def _labels_kernel(
             tl.store(loss, result / divisor)
         else:
             tl.store(loss + program, result)
-            if COUNT and not NEED:
+            if MEAN and not NEED:
                 tl.store(loss + tl.num_programs(0) + program, tl.sum(tl.sum(counted, 1), 0).to(tl.float32))
     part = group.to(tl.int64) * (L + shift) + cols
     if NEED_MU:
@@ -471,22 +470,6 @@ def _labels_kernel(
         tl.store(dsigma + part + shift, tl.sum(sigma_pos, 0) / -ROOT, mask=inside)
         if TWO:
             tl.store(dsigma + part, tl.sum(sigma_neg, 0) / -ROOT, mask=inside)
-
-
-@triton.jit(do_not_specialize=["P", "Q", "divisor"])
-def _reduce_kernel(sums, counts, out, P, Q, divisor, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum (P,) divided by the sum of `counts` (Q,), or by `divisor`."""
-    lanes = tl.zeros([BLOCK], tl.float32)
-    known = tl.zeros([BLOCK], tl.float32)
-    for n in range(0, P, BLOCK):
-        at = n + tl.arange(0, BLOCK)
-        lanes += tl.load(sums + at, mask=at < P, other=0.0)
-    if COUNT:
-        for n in range(0, Q, BLOCK):
-            at = n + tl.arange(0, BLOCK)
-            known += tl.load(counts + at, mask=at < Q, other=0.0)
-        divisor = tl.sum(known, 0)
-    tl.store(out, tl.sum(lanes, 0) / divisor)
 
 
 # ------------------------------------------------------------------------------------------------------------ launching
@@ -654,3 +637,98 @@ def probabilities(x: Tensor, mu: Tensor, sigma: Tensor, lam: float, cut: Plan | 
         numbers = (*call.before, half, c0, step, *call.after)
         launch(call, _softmax_kernel, call.programs, (flat, mu, sigma, parts, p), numbers, call.block.warps)
     return _like(p, x)
+
+
+@on_its_device
+def multilabel(
+    x: Tensor,
+    target: Tensor,
+    mu: Tensor | None,
+    sigma: Tensor | None,
+    lam: float,
+    options: LabelOptions,
+    need: Sequence[bool],
+    grad: Tensor | None = None,
+    out: Tensor | None = None,
+    cut: Plan | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The loss of several labels in float32 and its gradients dx, dmu and dsigma, None where `need` is false.
+
+    x: (N, outputs), absence first where there are two outputs per label; target: (N, L)
+    mu, sigma: (outputs,) in float32, or None without a Gaussian term
+    grad: a number, or one per label with reduction="none", that multiplies the gradients
+    out: where to write dx, which may be x itself
+    """
+    form, weight, pos_weight, ignore_index, reduction, smoothing = options
+    if target.dtype is torch.bool:
+        target = target.view(torch.uint8)
+    elif target.dtype not in _TARGETS:
+        target = target.to(torch.float32)
+    n, labels = target.shape
+    none, mean, gauss = reduction == "none", reduction == "mean", mu is not None and sigma is not None and lam > 0
+    if mu is not None and sigma is not None:
+        mu, sigma = mu.contiguous(), sigma.contiguous()
+    weight, pos_weight = (None if v is None else v.contiguous() for v in (weight, pos_weight))
+    dx = None if not need[0] else torch.empty_like(x) if out is None else out
+    grad = grad.expand(target.shape) if grad is not None and none else grad
+    need_mu, need_sigma = (gauss and bool(v) for v in need[1:])
+    any_need = need_mu or need_sigma or dx is not None
+    key = (
+        "labels", x.shape, x.stride(), x.dtype, x.device, target.stride(), target.dtype, options._replace(
+            weight=None if weight is None else weight.dtype, pos_weight=None if pos_weight is None else pos_weight.dtype
+        ), None if grad is None else (grad.dtype, grad.stride()), None if dx is None else dx.stride(), gauss, need_mu,
+        need_sigma, cut,
+    )  # fmt: skip
+    call = calls.get(key)
+    if call is None:
+        call = remember(key, _labels_call(x, target, cut))
+        # As torch rounds it before it compares.
+        ignore = torch.tensor(ignore_index).to(target.dtype).item()
+        strides = (
+            v.stride() if v is not None and v.ndim == 2 else (0, 0) for v in (x, target, grad, x if dx is None else dx)
+        )
+        call.before = (*call.before, *(s for two in strides for s in two), 1 - smoothing, smoothing / 2, ignore)
+        call.after = (
+            form, gauss, weight is not None, pos_weight is not None, smoothing > 0, mean, none, grad is not None,
+            call.whole and not none, dx is not None, need_mu, need_sigma, call.block.block_n, call.block.block_c,
+            call.block.degree, call.block.stages,
+        )  # fmt: skip
+    counts, divisor = None, float(n if reduction == "batchmean" else 1)
+    if mean and any_need and not call.whole:
+        counts = torch.empty(call.programs, dtype=torch.float32, device=x.device)
+        ignore, size = call.before[-1], (call.block.block_n, call.block.block_c)
+        numbers = (*call.before[:5], *target.stride(), ignore, *size)
+        launch(call, _count_kernel, call.programs, (target, counts), numbers, call.block.warps)
+        counts = counts.sum()
+    shape = (n, labels) if none else () if call.whole else (2, call.programs)
+    loss = torch.empty(shape, dtype=torch.float32, device=x.device)
+    parts = _parts(call.groups, x.shape[1], need_mu, need_sigma, x.device)
+    arrays = (x, target, mu, sigma, weight, pos_weight, grad, counts, loss, dx, *parts)
+    half, c0, steep = _constants(lam if gauss else 0.0, call.block.degree)
+    numbers = (*call.before, divisor, half, c0, steep, *call.after)
+    launch(call, _labels_kernel, call.programs, arrays, numbers, call.block.warps)
+    if not (none or call.whole):
+        known = loss[1].sum() if mean and counts is None else counts
+        loss = loss[0].sum() / (known if mean and known is not None else divisor)
+    if mu is not None and not gauss:  # lam is 0
+        parts = tuple(torch.zeros((1, mu.numel()), device=x.device) if wanted else None for wanted in need[1:])
+    return loss, dx, *_total(parts)
+
+
+def _labels_call(x: Tensor, target: Tensor, cut: Plan | None) -> Call:
+    """The call of `_labels_kernel`, whose first numbers are N, L, T, total and each."""
+    n, labels = target.shape
+    whole = cut is None and n * labels <= FEW_LABELS and labels <= SHORT_ROW
+    if cut is None:
+        cut = plan("labels", n, labels, x.device, x.stride(0) == 1 != x.stride(1))
+    if whole:
+        block_c = power_of_2(labels)
+        block_n = max(1, min(1024 // block_c, power_of_2(n)))
+        cut = cut._replace(block_n=block_n, block_c=block_c, rows=n, warps=4)
+    tiles, total = cdiv(labels, cut.block_c), cdiv(n, cut.block_n)
+    each = total if whole else max(1, cut.rows // cut.block_n)
+    groups = cdiv(total, each)
+    return Call(
+        block=cut, flags=(), before=(n, labels, tiles, total, each), after=(), tiles=tiles, groups=groups,
+        programs=tiles * groups, whole=whole,
+    )  # fmt: skip
