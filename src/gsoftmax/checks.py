@@ -168,8 +168,29 @@ def check_sigma(sigma: Tensor) -> None:
 
 def check_reduction(options: Options | LabelOptions, choices: Sequence[str]) -> None:
     check_choice("reduction", options.reduction, choices)
-    if not 0.0 <= options.label_smoothing <= 1.0:
+    if not isinstance(options.label_smoothing, (int, float)) or not 0.0 <= options.label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must lie between 0 and 1, got {options.label_smoothing!r}")
+
+
+def check_options(options: Options | LabelOptions, outputs: int) -> None:
+    """Everything about the options that needs no batch; outputs: the number of classes or labels."""
+    several = isinstance(options, LabelOptions)
+    check_reduction(options, MULTILABEL_REDUCTIONS if several else REDUCTIONS)
+    if isinstance(options.ignore_index, bool) or not isinstance(options.ignore_index, int):
+        raise TypeError(f"ignore_index must be a whole number, got {options.ignore_index!r}")
+    _check_weight("weight", options.weight, outputs, several)
+    if several:
+        _check_weight("pos_weight", options.pos_weight, outputs, several)
+
+
+def _check_weight(name: str, weight: Tensor | None, outputs: int, several: bool) -> None:
+    if weight is None:
+        return
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"{name} must be a tensor of shape ({outputs},), got {type(weight).__name__}")
+    if weight.shape != (outputs,):
+        what = "label" if several else "class"
+        raise ValueError(f"{name} must have shape ({outputs},), one value for each {what}, got {tuple(weight.shape)}")
 
 
 def check_cross_entropy(x: Tensor, target: Tensor, options: Options) -> None:
@@ -178,9 +199,7 @@ def check_cross_entropy(x: Tensor, target: Tensor, options: Options) -> None:
     if not isinstance(target, Tensor):
         raise TypeError(f"target must be a tensor, got {type(target).__name__}")
     check_reduction(options, REDUCTIONS)
-    classes = x.shape[class_dim(x)]
-    if weight is not None and weight.shape != (classes,):
-        raise ValueError(f"weight must have shape ({classes},), one value for each class, got {tuple(weight.shape)}")
+    _check_weight("weight", weight, x.shape[class_dim(x)], several=False)
     if target.is_floating_point():
         if target.shape != x.shape:
             raise ValueError(
@@ -255,11 +274,9 @@ def check_multilabel(shape: Sequence[int], target: Tensor, options: Options | La
     if not isinstance(target, Tensor) or target.shape != shape:
         seen = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
         raise ValueError(f"target must have shape {tuple(shape)}, one value for each label, got {seen}")
-    labels = shape[-1]
-    pos_weight = options.pos_weight if isinstance(options, LabelOptions) else None
-    for name, v in (("weight", options.weight), ("pos_weight", pos_weight)):
-        if v is not None and v.shape != (labels,):
-            raise ValueError(f"{name} must have shape ({labels},), one value for each label, got {tuple(v.shape)}")
+    _check_weight("weight", options.weight, shape[-1], several=True)
+    if isinstance(options, LabelOptions):
+        _check_weight("pos_weight", options.pos_weight, shape[-1], several=True)
 
 
 def check_margin(

@@ -22,7 +22,9 @@ class _GaussianLoss(nn.Module):
 
     weight: Tensor | None
 
-    def __init__(self, gaussians: GaussianLogits, options: checks.Options, form: str | None = None) -> None:
+    def __init__(
+        self, gaussians: GaussianLogits, options: checks.Options | checks.LabelOptions, form: str | None = None
+    ) -> None:
         super().__init__()
         self.gaussians = gaussians
         self.form = form
@@ -105,9 +107,11 @@ class GSoftmaxLoss(_GaussianLoss):
         impl: str = "auto",
         **gaussian_options: Any,
     ) -> None:
-        checks.check_choice("reduction", reduction, checks.REDUCTIONS)
+        options = checks.Options(weight, ignore_index, reduction, label_smoothing)
+        checks.check_options(options, num_classes)
+        checks.check_choice("impl", impl, kernels.IMPLS)
         g = GaussianLogits(num_classes, lam=lam, mu=mu, sigma=sigma, gaussians=gaussians, **gaussian_options)
-        super().__init__(g, checks.Options(weight, ignore_index, reduction, label_smoothing))
+        super().__init__(g, options)
         self.impl = impl
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
@@ -164,11 +168,12 @@ class MultiLabelGSoftmaxLoss(_GaussianLoss):
         **gaussian_options: Any,
     ) -> None:
         checks.check_choice("form", form, checks.MULTILABEL_FORMS)
-        checks.check_choice("reduction", reduction, checks.MULTILABEL_REDUCTIONS)
+        options = checks.LabelOptions(form, weight, pos_weight, ignore_index, reduction, label_smoothing)
+        checks.check_options(options, num_labels)
         mu, sigma = (spread_over_outputs(v, num_labels, form) for v in (mu, sigma))
         outputs = num_labels if form == "msml" else 2 * num_labels
         g = GaussianLogits(outputs, lam=lam, mu=mu, sigma=sigma, gaussians=gaussians, **gaussian_options)
-        super().__init__(g, checks.Options(weight, ignore_index, reduction, label_smoothing), form)
+        super().__init__(g, options, form)
         self.num_labels = num_labels
         self.register_buffer("pos_weight", pos_weight)
 
