@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .. import checks, equations
+from .. import checks, kernels
 from ..checks import Options
 from ..kernels.linear import FLOAT32_SUM, add_product
 from .collectives import all_reduce, gather_rows, reduce_rows
@@ -67,7 +66,7 @@ class Parameters(NamedTuple):
             return F.linear(h, self.weight[own], None if self.bias is None else self.bias[own])
 
     def z(self, x: Tensor, own: slice) -> Tensor:
-        return equations.logits(x, self.mu[own], self.sigma[own], self.lam)
+        return kernels.logits(x, self.mu[own], self.sigma[own], self.lam)
 
 
 class Sample(NamedTuple):
@@ -183,6 +182,13 @@ def row_maximum(z: Tensor) -> Tensor:
     return z.amax(1).clamp_(min=low) if z.shape[1] else z.new_full((len(z),), low)
 
 
+def _work_on(z: Tensor, x: Tensor, shift: Tensor | None, own: slice) -> Tensor:
+    """z plus the shift of sampled classes, to be overwritten: new memory costs as much as the arithmetic."""
+    if shift is not None:
+        return z + shift[own] if z is x else z.add_(shift[own])
+    return z.clone() if z is x else z
+
+
 def _about(sums: Tensor, old: Tensor, new: Tensor) -> Tensor:
     """Sums of exp(z - old), of y (z - old) and of y, with `new` in place of `old`."""
     down = old - new
@@ -200,8 +206,8 @@ class CrossEntropy(torch.autograd.Function):
     them: no number as large as z itself is subtracted from the loss.  Sampled classes have log(1/pi) added to z and y
     multiplied by 1/pi; sum y is then only an estimate Q of A, and the loss gains (A - Q) M.
 
-    The steps are plain torch: fused kernels turn x into losses in one launch, and here a reduction is needed between
-    the sums and the losses.
+    z and its backward pass are kernels; the steps between are plain torch, because the fused kernels turn x into losses
+    in one launch, and here a reduction is needed between the sums and the losses.
     """
 
     @staticmethod
@@ -217,12 +223,10 @@ class CrossEntropy(torch.autograd.Function):
         x = None
         for at, own in every_tile:
             x = parameters.x(h_all[at], own)
-            z = parameters.z(x, own)
-            if targets.shift is not None:
-                z = z + targets.shift[own]
+            z = _work_on(parameters.z(x, own), x, targets.shift, own)
             largest = row_maximum(z)
-            z = z - largest[:, None]
-            part = torch.stack([z.exp().sum(1), *targets.sums(z, at, own)])
+            targeted = targets.sums(z.sub_(largest[:, None]), at, own)
+            part = torch.stack([z.exp_().sum(1), *targeted])
             new = torch.maximum(top[at], largest)
             sums[:, at] = _about(sums[:, at], top[at], new) + _about(part, largest, new)
             top[at] = new
@@ -267,20 +271,19 @@ class CrossEntropy(torch.autograd.Function):
                 exact = 4 * weight[own].numel() <= FLOAT32_SUM
                 for at, _ in tiles(len(h), own.stop - own.start, device):
                     x = x_kept if ctx.one_tile else parameters.x(h[at], own)
-                    z = parameters.z(x, own)
-                    if targets.shift is not None:
-                        z = z + targets.shift[own]
-                    d = (z - most[at, None]).exp_().mul_(scale[at, None])
+                    z = _work_on(parameters.z(x, own), x, targets.shift, own)
+                    d = z.sub_(most[at, None]).exp_().mul_(scale[at, None])
                     d = targets.subtract(d, f[at], at, own)  # dz
+                    dx: Tensor | None
                     if lam:
-                        # u is clamped as in the distribution function: a masked output (-inf) gives 0, not nan
-                        bound = equations.U_MAX[dtype] * sigma[own]
-                        u = torch.clamp(x.to(dtype) - mu[own], -bound, bound) / sigma[own]
-                        e = (u * u).mul_(-0.5).exp_().mul_(d).mul_(lam / math.sqrt(2 * math.pi) / sigma[own])
-                        dmu[own] -= e.sum(0)
-                        dsigma[own] -= (e * u).sum(0)
-                        d = d + e
-                    dx = d.to(x.dtype)
+                        need = True, want_mu, want_sigma
+                        dx, *parts = kernels.logits_backward(d, x, mu[own], sigma[own], lam, need)
+                        for sums, part in zip((dmu, dsigma), parts, strict=True):
+                            if part is not None:
+                                sums[own] += part
+                    else:
+                        dx = d.to(x.dtype)
+                    assert dx is not None
                     if dh is not None:
                         dh[at] += torch.mm(dx, weight[own])
                     if want_w:
