@@ -1,8 +1,8 @@
 """Speed on a CPU: `python -m benchmarks.cpu`.
 
 Forward and backward pass of the loss against `torch.nn.functional.cross_entropy` on the same x, with gradients for x
-and, in ours, for mu and sigma; extra memory; and average precision against torchmetrics.  Every size runs in a separate
-process, with alternating contenders.
+and, in ours, for mu and sigma; extra memory; the roads around the loss, each against what one would call without the
+term; and average precision against torchmetrics.  Every size runs in a separate process, with alternating contenders.
 
 Much of the time of both losses is spent on page faults of new memory, so the allocator matters: the default is the C
 library's, and the compiled kernel asks for huge pages for its own output.  A second table repeats the large sizes with
@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.common import interleaved, provenance, table, verdict, write
-from gsoftmax import kernels
-from gsoftmax.functional import gsoftmax_cross_entropy
+from gsoftmax import GaussianLogits, MultiLabelGSoftmaxLoss, kernels
+from gsoftmax.functional import gsoftmax, gsoftmax_cross_entropy
 
 # (rows, classes): the contender that has to be fast, its most allowed time over cross entropy's, and memory over x's
 BOUNDS: dict[tuple[int, int], list[tuple[str, float, float | None]]] = {
@@ -36,6 +36,16 @@ BOUNDS: dict[tuple[int, int], list[tuple[str, float, float | None]]] = {
     (1024, 21841): [("auto", 0.6, 1.1), ("chunked", 1.2, 1.1)],
     (512, 100000): [("auto", 0.6, 1.1)],
 }
+# road and (rows, classes or labels): its most allowed time over the plain road's, and peak memory likewise
+ROADS: dict[tuple[str, int, int], tuple[float, float]] = {
+    ("attach", 256, 1000): (2.5, 1.1),
+    ("attach", 1024, 21841): (1.8, 1.1),
+    ("predict_proba", 256, 1000): (1.5, 1.1),
+    ("predict_proba", 1024, 21841): (1.5, 1.1),
+    ("paired", 512, 10000): (2.5, 2.1),
+    ("msml", 512, 10000): (1.5, 1.1),
+}
+WITHOUT = {"attach": "cross entropy", "predict_proba": "softmax", "paired": "BCE", "msml": "BCE"}
 AP_BOUND = 0.4
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 
@@ -85,14 +95,83 @@ def time_one(n: int, c: int, compiled: bool, seconds: float) -> dict[str, Any]:
 def memory_of_one(n: int, c: int, name: str) -> float | None:
     """Peak memory of one step beyond what was there before it, as a multiple of x's; Linux only."""
     contenders(2, 3, False)[name]()  # triggers imports and initialization
-    step = contenders(n, c, False)[name]
+    return _peak(contenders(n, c, False)[name], 4 * n * c)
+
+
+def _peak(step: Callable[[], None], size: int) -> float | None:
+    """Peak memory of a step beyond what was there before it, over `size`; Linux only."""
     try:
         Path("/proc/self/clear_refs").write_text("5", "utf-8")  # the peak starts again from here
         before = _status("VmRSS")
         step()
-        return (_status("VmHWM") - before) / (4 * n * c)
+        return (_status("VmHWM") - before) / size
     except OSError:
         return None
+
+
+def road(name: str, n: int, c: int) -> dict[str, Callable[[], None]]:
+    """One forward and backward pass, or prediction, without the term ("plain") and with it ("ours")."""
+    generator = torch.Generator().manual_seed(0)
+    form = name if name in ("paired", "msml") else None
+    x, wide = (torch.randn(n, k * c, generator=generator, requires_grad=True) for k in (1, 2))
+    target = torch.randint(2 if form else c, (n, c) if form else (n,), generator=generator)
+    gaussians = GaussianLogits(c)
+
+    def train(
+        v: torch.Tensor, loss: Callable[[torch.Tensor], torch.Tensor], of: torch.nn.Module | None = None
+    ) -> Callable[[], None]:
+        def run() -> None:
+            v.grad = None
+            if of is not None:
+                of.zero_grad()
+            loss(v).backward()
+
+        return run
+
+    if form:
+        module, y = MultiLabelGSoftmaxLoss(c, form=form), target.float()  # what each is usually given
+        plain = train(x, lambda v: F.binary_cross_entropy_with_logits(v, y))
+        return {"plain": plain, "ours": train(wide if form == "paired" else x, lambda v: module(v, target), module)}
+    if name == "attach":
+        ours = train(x, lambda v: F.cross_entropy(gaussians(v), target), gaussians)
+        return {"plain": train(x, lambda v: F.cross_entropy(v, target)), "ours": ours}
+    v, mu, sigma = x.detach(), gaussians.mu.detach(), gaussians.sigma.detach()
+
+    def predict() -> None:
+        gsoftmax(v, mu, sigma)
+
+    def softmax() -> None:
+        torch.softmax(v, 1)
+
+    return {"plain": softmax, "ours": predict}
+
+
+def time_road(name: str, n: int, c: int, seconds: float) -> dict[str, Any]:
+    return {who: asdict(t) for who, t in interleaved(road(name, n, c), seconds=seconds).items()}
+
+
+def memory_of_road(name: str, n: int, c: int, who: str) -> float | None:
+    road(name, 2, 3)[who]()
+    return _peak(road(name, n, c)[who], 4 * n * c)
+
+
+def road_line(name: str, n: int, c: int, times: dict[str, Any], memory: dict[str, float | None]) -> dict[str, Any]:
+    """A row of the table of roads."""
+    ours, plain = times["ours"], times["plain"]
+    ratio, bounds = ours["quiet"] / plain["quiet"], ROADS[name, n, c]
+    more = memory["ours"] / memory["plain"] if memory["ours"] and memory["plain"] else None
+    return {
+        "road": name,
+        "size": f"{n} x {c}",
+        "ms": round(1e3 * ours["quiet"], 3),
+        "without the term": WITHOUT[name],
+        "its ms": round(1e3 * plain["quiet"], 3),
+        "ratio": ratio,
+        "of all rounds": ours["median"] / plain["median"],
+        "memory / its": more,
+        "time": verdict(ratio, bounds[0]),
+        "memory": verdict(more, bounds[1]) if n * c > 10**6 else "",
+    }
 
 
 def _status(field: str) -> int:
@@ -165,6 +244,8 @@ def main() -> None:
     parser.add_argument("--no-write", action="store_true", help="do not write results/bench-cpu.json")
     parser.add_argument("--time", nargs=2, type=int, metavar=("N", "C"), help=argparse.SUPPRESS)
     parser.add_argument("--memory", nargs=3, metavar=("N", "C", "NAME"), help=argparse.SUPPRESS)
+    parser.add_argument("--road", nargs=3, metavar=("NAME", "N", "C"), help=argparse.SUPPRESS)
+    parser.add_argument("--road-memory", nargs=4, metavar=("NAME", "N", "C", "WHO"), help=argparse.SUPPRESS)
     parser.add_argument("--ap", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -174,6 +255,12 @@ def main() -> None:
     if args.memory:
         n, c, name = args.memory
         return print(json.dumps(memory_of_one(int(n), int(c), name)))
+    if args.road:
+        name, n, c = args.road
+        return print(json.dumps(time_road(name, int(n), int(c), args.seconds)))
+    if args.road_memory:
+        name, n, c, who = args.road_memory
+        return print(json.dumps(memory_of_road(name, int(n), int(c), who)))
     if args.ap:
         return print(json.dumps(time_average_precision(args.seconds)))
 
@@ -192,6 +279,19 @@ def main() -> None:
         rows += lines(n, c, found, memory, judged=True)
     print("Forward + backward, float32, milliseconds; GB/s count x read twice and dx written once:\n")
     print(table(rows), end="\n\n")
+
+    roads = []
+    for name, n, c in ROADS:
+        at = name, str(n), str(c)
+        times = in_a_process("--road", *at, *common, **{HUGE_PAGES: "0"})
+        memory = {
+            who: in_a_process("--road-memory", *at, who, *common, **{HUGE_PAGES: "0"}) if n * c > 10**6 else None
+            for who in ("plain", "ours")
+        }
+        raw[f"{name} {n} x {c}"] = {"times": times, "memory / x": memory}
+        roads.append(road_line(name, n, c, times, memory))
+    print("The roads around the loss, and what one would call without the term:\n")
+    print(table(roads), end="\n\n")
 
     huge: list[dict[str, Any]] = []
     for n, c in BOUNDS:
@@ -217,10 +317,18 @@ def main() -> None:
             f"ratio {ratio:.2f}: {ap['verdict']} (values differ by at most {ap['largest difference']:.0e})"
         )
     missed = [f"{r['size']} {r['contender']}" for r in rows if "MISSED" in r["time"] + r["memory"]]
+    missed += [f"{r['road']} {r['size']}" for r in roads if "MISSED" in r["time"] + r["memory"]]
     missed += ["average precision"] if ap and "MISSED" in ap["verdict"] else []
     print("\nAll bounds kept." if not missed else f"\nMissed: {'; '.join(missed)}.")
     if not args.no_write:
-        payload = {"where": where, "rows": rows, "huge pages": huge, "average precision": ap, "raw": raw}
+        payload = {
+            "where": where,
+            "rows": rows,
+            "roads": roads,
+            "huge pages": huge,
+            "average precision": ap,
+            "raw": raw,
+        }
         print(f"Written to {write('bench-cpu', payload).name} under results/.")
 
 
