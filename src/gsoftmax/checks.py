@@ -179,7 +179,7 @@ def check_options(options: Options | LabelOptions, outputs: int) -> None:
     if isinstance(options.ignore_index, bool) or not isinstance(options.ignore_index, int):
         raise TypeError(f"ignore_index must be a whole number, got {options.ignore_index!r}")
     _check_weight("weight", options.weight, outputs, several)
-    if several:
+    if isinstance(options, LabelOptions):
         _check_weight("pos_weight", options.pos_weight, outputs, several)
 
 

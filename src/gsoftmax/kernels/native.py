@@ -250,14 +250,14 @@ def multilabel(
     if target.dtype not in _TARGETS:
         target = target.to(torch.float32)
     # `ignore_index` as torch rounds it before it compares; beside bool, torch compares integers.
-    ignore = options.ignore_index
+    ignore = float(options.ignore_index)
     if target.dtype is not torch.bool:
-        ignore = torch.tensor(ignore).to(target.dtype).item()
+        ignore = float(torch.tensor(options.ignore_index).to(target.dtype))
     each = options.reduction == "none"
     loss = torch.empty(target.shape if each else (), dtype=torch.float32)
     dx = None if not need[0] else _empty_like(x) if out is None else out
     grads = None if grad is None or not each else grad.to(torch.float32).expand(loss.shape)
-    labels = _Labels(target, options, float(ignore), 1.0 if grad is None or each else float(grad))
+    labels = _Labels(target, options, ignore, 1.0 if grad is None or each else float(grad))
     sums = sigma is not None and (need[1] or need[2])
     dmu, dsigma = _terms(_LABELS, x, mu, sigma, lam, _Rest(dx, grads, loss, labels), sums)
     return loss, dx, dmu if need[1] else None, dsigma if need[2] else None

@@ -610,9 +610,10 @@ def _parts(
     return parts[0] if need_mu else None, parts[-1] if need_sigma else None
 
 
-def _total(parts: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+def _total(parts: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
     """dmu and dsigma from their parts."""
-    return tuple(None if v is None else v[0] if len(v) == 1 else v.sum(0) for v in parts)
+    dmu, dsigma = (None if v is None else v[0] if len(v) == 1 else v.sum(0) for v in parts)
+    return dmu, dsigma
 
 
 @on_its_device
@@ -674,9 +675,9 @@ def multilabel(
     need_mu, need_sigma = (gauss and bool(v) for v in need[1:])
     any_need = need_mu or need_sigma or dx is not None
     key = (
-        "labels", x.shape, x.stride(), x.dtype, x.device, target.stride(), target.dtype, options._replace(
-            weight=None if weight is None else weight.dtype, pos_weight=None if pos_weight is None else pos_weight.dtype
-        ), None if grad is None else (grad.dtype, grad.stride()), None if dx is None else dx.stride(), gauss, need_mu,
+        "labels", x.shape, x.stride(), x.dtype, x.device, target.stride(), target.dtype, form, ignore_index, reduction,
+        smoothing, *(None if v is None else v.dtype for v in (weight, pos_weight)),
+        None if grad is None else (grad.dtype, grad.stride()), None if dx is None else dx.stride(), gauss, need_mu,
         need_sigma, cut,
     )  # fmt: skip
     call = calls.get(key)
@@ -711,7 +712,8 @@ def multilabel(
         known = loss[1].sum() if mean and counts is None else counts
         loss = loss[0].sum() / (known if mean and known is not None else divisor)
     if mu is not None and not gauss:  # lam is 0
-        parts = tuple(torch.zeros((1, mu.numel()), device=x.device) if wanted else None for wanted in need[1:])
+        zeros = torch.zeros((1, mu.numel()), device=x.device)
+        parts = zeros if need[1] else None, zeros.clone() if need[2] else None
     return loss, dx, *_total(parts)
 
 
