@@ -369,7 +369,7 @@ class _Tally:
             )
         if chance is not None:
             told.append(
-                f"the error, {100 * rows['wrong'].mean():.2f} %, is no better than that of guessing, "
+                f"the error, {100 * rows['wrong'].mean():.2f} %, is not clearly better than that of guessing, "
                 f"{100 * (1 - chance):.2f} %: no geometry is shown; do the rows of x and y belong together?"
             )
         if file.width > _MOST_FEATURES:
