@@ -60,13 +60,13 @@ class Done(NamedTuple):
 
 def command(argv: list[str], cwd: Path, fault: Callable[[], object] = lambda: None) -> Done:
     """Runs `gsoftmax ARGV` in a forked process, after `fault` prepared it there."""
-    errors = cwd.parent / "stderr"
+    reader, writer = os.pipe()  # not a file, whose size would be limited too
     child = os.fork()
     if child == 0:
         try:
             os.chdir(cwd)
-            for number, path in ((1, os.devnull), (2, errors)):
-                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), number)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            os.dup2(writer, 2)
             fault()
             status = cli.main(argv)
         except SystemExit as stopped:
@@ -83,10 +83,13 @@ def command(argv: list[str], cwd: Path, fault: Callable[[], object] = lambda: No
         if time.monotonic() > end:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
+            os.close(reader), os.close(writer)
             return Done(-1, "no end")
         time.sleep(0.02)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return Done(128 - status if status < 0 else status, errors.read_text("utf-8"))
+    os.close(writer)
+    with os.fdopen(reader, encoding="utf-8", errors="replace") as errors:
+        return Done(128 - status if status < 0 else status, errors.read(2**16))
 
 
 # ------------------------------------------------------------------------------------------------------------- faults
@@ -316,7 +319,8 @@ def main() -> int:
         Path(folder).chmod(0o755)
         good = Path(folder) / "undisturbed" / "cwd"
         good.mkdir(parents=True)
-        assert command(TRAIN, good).status == command(COMPARE, good).status == 0
+        begun = command(TRAIN, good), command(COMPARE, good)
+        assert begun == (Done(0, ""),) * 2, begun
         undisturbed = {name: digest(good / name) for name in ("run", "all")}
 
         def told(name: str, said: str, problem: str) -> None:
