@@ -155,6 +155,7 @@ def meanwhile(change: Callable[[], object]) -> Callable[[], None]:
                 change()
 
         runs.RunFolder.log = now_log
+        sys.modules["torch.utils.tensorboard"] = None  # its thread prints a traceback when its file is gone
 
     return prepare
 
