@@ -67,6 +67,7 @@ def command(argv: list[str], cwd: Path, fault: Callable[[], object] = lambda: No
             os.chdir(cwd)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             os.dup2(writer, 2)
+            sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, encoding="utf-8", closefd=False) for n in (1, 2))
             fault()
             status = cli.main(argv)
         except SystemExit as stopped:
