@@ -715,7 +715,7 @@ def _kill(*processes: int) -> None:
 
 @pytest.mark.slow
 def test_faults_at_awkward_moments():
-    """Every case of fuzz/faults.py: killed in the middle of a write, a full disk, folders that are gone or read-only."""
+    """Every case of the script: killed in the middle of a write, a full disk, folders that are gone or read-only."""
     script = Path(__file__).parents[1] / "fuzz" / "faults.py"
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr
