@@ -100,7 +100,7 @@ class Program:
 
     def workers(self) -> list[int]:
         with contextlib.suppress(FileNotFoundError):
-            return [int(c) for c in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
+            return [int(c) for c in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text("utf-8").split()]
         return []
 
     def ended(self) -> int | None:
@@ -117,7 +117,7 @@ def alive(session: int) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            state, _, _, held = path.read_text().rpartition(") ")[2].split()[:4]
+            state, _, _, held = path.read_text("utf-8").rpartition(") ")[2].split()[:4]
             if int(held) == session and state != "Z":
                 found.append(int(path.parent.name))
     return found

@@ -76,13 +76,15 @@ def run_console(page: str, block: Block, names: dict[str, object]) -> None:
         local = words[:3] == ["python", "-m", "gsoftmax"]  # finds modules in the current folder
         words = words[2:] if local else words
         assert words[0] == "gsoftmax", f"{page}:{block.line}: only gsoftmax is executed, got {command}"
-        said = io.StringIO()
-        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        said, progress = io.StringIO(), io.StringIO()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.redirect_stdout(said))
+            stack.enter_context(contextlib.redirect_stderr(progress))
             if local:
-                patch.syspath_prepend(os.getcwd())
+                stack.enter_context(pytest.MonkeyPatch.context()).syspath_prepend(os.getcwd())
             status = cli.main(words[1:])
         ok = not expected.strip() or doctest.OutputChecker().check_output(expected, said.getvalue(), FLAGS)
-        assert status == 0 and ok, f"{page}:{block.line}: {command}\nexpected:\n{expected}\nprinted:\n{said.getvalue()}"
+        assert status == 0 and ok, f"{page}:{block.line}: {command}\nexpected:\n{expected}\nprinted:\n{said.getvalue()}{progress.getvalue()}"
 
 
 def runnable(text: str) -> list[Block]:

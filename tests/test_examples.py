@@ -32,6 +32,9 @@ LEARNED = {
 }
 
 
+ON_CLUSTERS = ("cluster_compare.py", "slurm.sh")  # tests of their own, below
+
+
 def _run(name: str, folder: Path) -> str:
     """What it prints, run from an empty folder."""
     if name == "plain_loop.py":
@@ -104,8 +107,8 @@ def test_examples_are_listed():
     """Each file is in the table of the README and among those run here."""
     listed = re.findall(r"^\| \[(\S+)\]\((\S+)\) \|", (EXAMPLES / "README.md").read_text("utf-8"), re.MULTILINE)
     assert all(text == target for text, target in listed)
-    files = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")}
-    assert {target for _, target in listed} == files == {*LEARNED, "walkthrough.ipynb"}
+    files = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb", ".sh")}
+    assert {target for _, target in listed} == files == {*LEARNED, "walkthrough.ipynb", *ON_CLUSTERS}
 
 
 def _pictures(outputs) -> int:

@@ -27,7 +27,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from gsoftmax import build, cli, compare, data, measures, recipes, reproduce, runs, schedules, train
+from gsoftmax import build, cli, compare, data, measures, recipes, reproduce, runs, schedules, train, workers
 from gsoftmax.analyze import analyze
 from gsoftmax.backbones.zoo import read_state_dict
 from gsoftmax.compare import folder_name, split_heads
@@ -38,7 +38,7 @@ from gsoftmax.models import load, saved_outputs
 from gsoftmax.outputs import open_outputs
 from gsoftmax.report import data as report_data
 
-DOCUMENTED = (ValueError, OSError)  # DataError is a ValueError
+DOCUMENTED = (ValueError, OSError, workers.Failed)  # DataError is a ValueError
 
 
 @pytest.fixture(autouse=True)

@@ -455,10 +455,10 @@ def _run(pl, folder, callbacks, **options):
 
 
 def _by_hand(module, loader):
-    """At once, not in batches."""
-    images, labels = loader.dataset.tensors
+    """In one update, not one per batch; x by batches, since products of other shapes are rounded otherwise."""
     with torch.no_grad():
-        return ClassStatistics(3).update(module.linear(images), labels).geometry()
+        x, labels = zip(*((module.linear(images), labels) for images, labels in loader), strict=True)
+    return ClassStatistics(3).update(torch.cat(x), torch.cat(labels)).geometry()
 
 
 @lightning_noise

@@ -378,9 +378,9 @@ def check_calls_like_one_before(monkeypatch):
     monkeypatch.setattr(kernels, "_checked", {})
     choose = kernels._choose
 
-    def on_a_gpu(impl, lam, tensors):
-        usable = not checks.under_transform() and tensors[0].ndim == 2
-        return ("triton", "") if usable else choose(impl, lam, tensors)
+    def on_a_gpu(impl, lam, inputs, constants):
+        usable = not checks.under_transform() and inputs[0].ndim == 2
+        return ("triton", "") if usable else choose(impl, lam, inputs, constants)
 
     monkeypatch.setattr(kernels, "_choose", on_a_gpu)
     cached_call, count = kernels.cached_call, []

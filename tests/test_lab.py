@@ -549,7 +549,8 @@ def test_progress_as_json(tmp_path, capsys, monkeypatch):
     assert [event["finished"] for event in events if event["event"] == "end"] == [1, 2, 3, 4]
     ends = {event["run"]: event["value"] for event in events if event["event"] == "end"}
     assert ends["o/gsoftmax/seed-1"] == 100 * runs.read_result(tmp_path / "o/gsoftmax/seed-1")["error"]
-    assert events[-1]["path"] == "o/report.html" and len(events[-1]["verdicts"]) == 1
+    assert events[-1]["path"] == "o/report.html"
+    assert events[-1]["verdicts"][0].startswith("gsoftmax against softmax, 2 seeds: error")
     status, out, _ = run(capsys, "train", "digits", "epochs=1", "--out", "t", "--json")
     assert json.loads(out.splitlines()[-1])["metrics"] == {
         k: v for k, v in runs.read_result(tmp_path / "t").items() if k != "final"

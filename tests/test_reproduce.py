@@ -78,7 +78,7 @@ def test_compare_runs_a_family_with_the_options_of_its_rows(what, tmp_path, caps
     monkeypatch.chdir(tmp_path)
     write_smoke("cifar10", "data")
     status, out, err = run(capsys, "compare", what, *TINY, "--seeds", "1", "--data", "data", "--out", "o")
-    assert status == 0 and not err and "softmax, lsoftmax, gsoftmax; 1 seeds" in out
+    assert status == 0 and not err and "softmax, lsoftmax, gsoftmax; 1 seed " in out
     held = {head: runs.read_config(tmp_path / "o" / head / "seed-0") for head in ("softmax", "lsoftmax", "gsoftmax")}
     assert [c.head_options for c in held.values()] == [{}, {"margin": 2}, {"lam": 0.5}]
     assert all(c.weight_decay == 5e-4 and c.backbone == "wrn-10-1" for c in held.values())

@@ -800,8 +800,8 @@ def test_a_summary_cannot_lead_out_of_its_folder(head, tmp_path):
 # ----------------------------------------------------------------------------------------------- folders of strangers
 
 QUICK = ["epochs=2", "batch_size=512", "train_fraction=0.5", "threads=1"]
-EVERY_FILE = ["report.html", "tables.md", "tables.tex", "tables/every-class.csv", "metrics.jsonl", "environment.json"]
-EVERY_FILE += ["config.json", "SHA256SUMS", "figures/x-against-p.svg"]
+EVERY_FILE = ["report.html", "tables.md", "tables.tex", "tables/most-frequent-confusions.csv", "metrics.jsonl", "environment.json"]
+EVERY_FILE += ["config.json", "SHA256SUMS", "figures/confusion.svg"]
 
 
 @pytest.fixture
@@ -842,8 +842,9 @@ def test_a_report_follows_no_link_in_the_folder_of_a_run(suffix, stranger, victi
     for name in EVERY_FILE if suffix else EVERY_FILE[:4] + EVERY_FILE[-1:]:
         (stranger / f"{name}{suffix}").symlink_to(victim)
     assert cli.main(["report", str(stranger)]) == 0
-    assert "; touch marker #" in (stranger / "tables/every-class.csv").read_text()
-    assert not (stranger / "tables/every-class.csv").is_symlink() and not (stranger / "report.html").is_symlink()
+    table = stranger / "tables/most-frequent-confusions.csv"
+    assert "; touch marker #" in table.read_text("utf-8")
+    assert not table.is_symlink() and not (stranger / "report.html").is_symlink()
 
 
 @pytest.mark.parametrize("name", ["tables", "figures"])

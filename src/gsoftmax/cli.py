@@ -108,8 +108,7 @@ def _open_streams() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
         if getattr(sys, name) is None:
-            stream = open(os.devnull, "w" if number else "r", encoding="utf-8")  # noqa: SIM115 - until the end
-            setattr(sys, name, stream)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8"))
 
 
 def _discard_output() -> None:
@@ -671,7 +670,7 @@ def _analyze(args: argparse.Namespace) -> None:
 
     examples:
       gsoftmax analyze softmax.npz --against mine.npz --against other.npz      # models on the same images
-      gsoftmax evaluate runs/lam2 --features --out lam2; gsoftmax analyze lam2   # with h, W, b of a run
+      gsoftmax analyze runs/lam2-features                 # with neural collapse, after gsoftmax evaluate --features
     """
     doc = gsoftmax.report.from_outputs(args.outputs, *args.against)
     _write_report(args, doc, f"{Path(args.outputs).stem}-report")

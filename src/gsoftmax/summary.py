@@ -74,9 +74,10 @@ def so_far(out: str | os.PathLike[str]) -> dict[str, Any] | None:
     found = {(h, s): read_result(Path(out) / folder_name(h) / f"seed-{s}") for s in seeds for h in heads}
     results = {key: result for key, result in found.items() if result is not None}
     if len(results) == len(found):
-        written = _read(Path(out) / "summary.json")
-        same = written.get("heads") == heads and written.get("seeds") == seeds
-        return None if same else summary_of({h: [results[h, s] for s in seeds] for h in heads}, seeds)
+        path = Path(out) / "summary.json"
+        if path.exists() and not _is_of_others(path, heads, seeds):
+            return None
+        return summary_of({h: [results[h, s] for s in seeds] for h in heads}, seeds)
     finished = f"{len(results)} of {plural(len(found), 'run')}"
     if not results:
         return None
@@ -88,11 +89,13 @@ def so_far(out: str | os.PathLike[str]) -> dict[str, Any] | None:
     return summary | {"incomplete": f"{finished} finished"}
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _is_of_others(path: Path, heads: Sequence[str], seeds: Sequence[int]) -> bool:
+    """Whether an undamaged summary is of other heads or seeds, as it is while a comparison goes on with more of them."""
     with contextlib.suppress(OSError, ValueError):
         found = json.loads(path.read_bytes())
-        return found if isinstance(found, dict) else {}
-    return {}
+        if isinstance(found, dict) and found == sealed(found):
+            return (found.get("heads"), found.get("seeds")) != (heads, seeds)
+    return False
 
 
 def summary_of(results: Mapping[str, Sequence[Mapping[str, Any]]], seeds: Sequence[int]) -> dict[str, Any]:

@@ -107,17 +107,17 @@ def _gpus(config: Config) -> int:
 
 
 def is_done(task: Task) -> bool:
-    """Whether a run is finished; raises if its folder has a run of another configuration.
+    """Whether a run is finished; raises if its folder has a run of another configuration, finished or not.
 
     task: the run
     """
-    if read_result(task.out) is None and not (task.may_diverge and (task.out / DIVERGED).exists()):
-        return False
+    done = read_result(task.out) is not None or (task.may_diverge and (task.out / DIVERGED).exists())
     if read_config(task.out) is None:
-        raise ValueError(f"{task.out} contains a result without config.json; choose another --out")
-    if differing := differences(task.out, task.config, build.fingerprints(task.config, task.data_root)):
+        if done:
+            raise ValueError(f"{task.out} contains a result without config.json; choose another --out")
+    elif differing := differences(task.out, task.config, build.fingerprints(task.config, task.data_root)):
         raise ValueError(f"{task.out} contains a run with {differing}; choose another --out")
-    return True
+    return done
 
 
 def attempt(task: Task, progress: Progress, stop: Callable[[], int] | None = None) -> str:
@@ -327,6 +327,8 @@ class Workers:
         tally = _Tally(tasks, todo, told)
         if not todo:
             return
+        for task in {task.config.data: task for task in todo}.values():
+            build.load_data(task.config, task.data_root)  # a missing dataset is one error, not one for each run
         jobs = min(self.jobs or default_jobs(todo[0].config), len(todo))
         tally.tell({"event": "plan", "runs": len(tasks), "finished": tally.finished, "jobs": jobs})
         try:

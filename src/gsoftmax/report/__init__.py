@@ -108,7 +108,8 @@ def terminal(doc: Document, most: int = 60) -> str:
 
     doc, most: the document, and the rows shown of a table
     """
-    sentences = [*doc["verdicts"], *(f"note: {note}" for note in doc["notes"])]
+    missing = [f"incomplete: {doc['incomplete']}"] if doc["incomplete"] else []
+    sentences = [*missing, *doc["verdicts"], *(f"note: {note}" for note in doc["notes"])]
     parts = [textwrap.fill(table_room.plain(s), 100, subsequent_indent="  ") for s in sentences]
     for table in of_document(doc):
         more = f"... and {len(table.rows) - most:,} rows more, in the CSV. {table.note}".strip()
