@@ -26,7 +26,9 @@ ROWS = 1297  # training rows of the digits
 
 def measured(process: int | str = "self") -> dict[str, int]:
     """Memory in MiB, and open files, of a process."""
-    kib = next(line for line in Path(f"/proc/{process}/status").read_text("utf-8").splitlines() if line.startswith("VmRSS"))
+    kib = next(
+        line for line in Path(f"/proc/{process}/status").read_text("utf-8").splitlines() if line.startswith("VmRSS")
+    )
     return {"MiB": int(kib.split()[1]) >> 10, "open files": len(os.listdir(f"/proc/{process}/fd"))}
 
 

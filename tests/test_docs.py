@@ -84,7 +84,9 @@ def run_console(page: str, block: Block, names: dict[str, object]) -> None:
                 stack.enter_context(pytest.MonkeyPatch.context()).syspath_prepend(os.getcwd())
             status = cli.main(words[1:])
         ok = not expected.strip() or doctest.OutputChecker().check_output(expected, said.getvalue(), FLAGS)
-        assert status == 0 and ok, f"{page}:{block.line}: {command}\nexpected:\n{expected}\nprinted:\n{said.getvalue()}{progress.getvalue()}"
+        assert status == 0 and ok, (
+            f"{page}:{block.line}: {command}\nexpected:\n{expected}\nprinted:\n{said.getvalue()}{progress.getvalue()}"
+        )
 
 
 def runnable(text: str) -> list[Block]:

@@ -800,7 +800,14 @@ def test_a_summary_cannot_lead_out_of_its_folder(head, tmp_path):
 # ----------------------------------------------------------------------------------------------- folders of strangers
 
 QUICK = ["epochs=2", "batch_size=512", "train_fraction=0.5", "threads=1"]
-EVERY_FILE = ["report.html", "tables.md", "tables.tex", "tables/most-frequent-confusions.csv", "metrics.jsonl", "environment.json"]
+EVERY_FILE = [
+    "report.html",
+    "tables.md",
+    "tables.tex",
+    "tables/most-frequent-confusions.csv",
+    "metrics.jsonl",
+    "environment.json",
+]
 EVERY_FILE += ["config.json", "SHA256SUMS", "figures/confusion.svg"]
 
 

@@ -90,7 +90,7 @@ def so_far(out: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def _is_of_others(path: Path, heads: Sequence[str], seeds: Sequence[int]) -> bool:
-    """Whether an undamaged summary is of other heads or seeds, as it is while a comparison goes on with more of them."""
+    """Whether an undamaged summary is of other heads or seeds: the comparison goes on with more of them."""
     with contextlib.suppress(OSError, ValueError):
         found = json.loads(path.read_bytes())
         if isinstance(found, dict) and found == sealed(found):
