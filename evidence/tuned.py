@@ -37,6 +37,7 @@ class Question:
     head: str
     against: str
     metric: str
+    reading: str  # z, x or p
     text: str
 
 
