@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import time
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from gsoftmax import backbones, build, compare, photos, runs, train
+from gsoftmax import backbones, build, cli, compare, photos, runs, train
 from gsoftmax.cli import main
 from gsoftmax.config import Config
 from gsoftmax.data import smoke
 from gsoftmax.photos import FREE, choose
+from gsoftmax.report import examples
 
 pytest.importorskip("torchvision")
-pytest.importorskip("PIL")
+Image = pytest.importorskip("PIL.Image")
 
 CPU = Config(device="cpu")
 
@@ -129,7 +136,7 @@ def test_the_command_says_what_it_chose_and_writes_it_down(folder, tmp_path, mon
     assert said[1] == "4 of 20 images are set aside as the test set, the same for every seed"
     assert said[2] == "4 runs, 1 epoch each, 1 at a time; 0 finished before"
     assert said[3].startswith("cnn at 64 px from scratch, 1 epoch, batches of 4; about ")
-    assert said[3].endswith(" in all, as measured by a few steps")
+    assert said[3].endswith(" in all until the report, as measured by a few steps")
     written = json.loads((tmp_path / "runs/photos/softmax/seed-1/config.json").read_text())
     assert {k: written[k] for k in ("backbone", "image_size", "epochs", "batch_size")} == {
         "backbone": "cnn",
@@ -140,6 +147,30 @@ def test_the_command_says_what_it_chose_and_writes_it_down(folder, tmp_path, mon
     before = (tmp_path / "runs/photos/softmax/seed-1/metrics.jsonl").stat().st_mtime_ns
     assert main([*words, "device=cpu"]) == 0  # nothing is trained again
     assert (tmp_path / "runs/photos/softmax/seed-1/metrics.jsonl").stat().st_mtime_ns == before
+    assert "about" not in capsys.readouterr().out.partition("finished before")[2].partition("\n\n")[0]
+    clock = iter([0.0, 200.0])  # when the command starts, and when libraries and data are there
+    monkeypatch.setattr(cli, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(train, "seconds_per_run", lambda *_: 100.0)
+    assert main([*words, "--seeds", "3", "device=cpu"]) == 0  # two runs are missing
+    assert "about 2 minutes per run, about 7 minutes in all until the report" in capsys.readouterr().out
+
+
+def test_the_page_shows_the_files_of_images_that_are_in_memory(folder, tmp_path, monkeypatch):
+    config = CPU.override({"data": folder(25), "image_size": 16, "backbone": "cnn"})
+    data = build.load_data(config)
+    assert data.kind == "images" and data.test.x.shape[2:] == (16, 16)
+    names = ["/".join(Path(file).parts[-2:]) for file in data.test.files]
+    assert [name[:2] for name in names] == ["a/"] * 5 + ["b/"] * 5  # as the labels
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text(json.dumps(asdict(config)))
+    x = 9 * torch.nn.functional.one_hot(data.test.y, 2).float()
+    x[[1, 7]] = 9 - x[[1, 7]]  # wrong, and certain
+    save_file({"x": x, "y": data.test.y}, run / "outputs.safetensors")
+    found = examples.read_examples({("softmax", 0): run})
+    assert {row: picture["name"] for row, picture in found["pictures"].items()} == {"1": names[1], "7": names[7]}
+    small = found["pictures"]["1"]["src"].partition("base64,")[2]
+    assert Image.open(io.BytesIO(base64.b64decode(small))).size == (80, 70)  # of the file, not of the network
 
 
 def test_every_way_to_train_chooses(folder, tmp_path):

@@ -440,6 +440,15 @@ def test_wrong_labels_are_found(tmp_path):
     assert text.count('<figure class="tile"') == 3 and "100 % of runs: " in text and "test row 50" in text
 
 
+def test_labels_of_classes_that_are_not_learned_are_not_doubted(tmp_path):
+    y = fake_outputs("softmax", 0)["y"]
+    chosen = torch.nonzero(y == 2).squeeze(1)
+    path = planted(tmp_path, torch.cat([torch.nonzero(y == 1)[:3, 0], chosen[: len(chosen) // 2 + 1]]))
+    found = report.from_runs([tmp_path])["examples"]
+    assert found["unlearned"] == [2] and [tile["c"] for tile in found["labels"]] == [1, 1, 1]
+    assert "Left out, because the runs get most of their images wrong: plain." in path.read_text("utf-8")
+
+
 def test_wrong_labels_of_several_are_found(tmp_path):
     path = planted(tmp_path, torch.tensor([7, 50]), multilabel=True)
     tiles = report.from_runs([tmp_path])["examples"]["labels"]

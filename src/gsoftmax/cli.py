@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import textwrap
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -52,30 +53,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     SystemExit: 0
     """
     _open_streams()
-    root = parser()
-    completion.complete(root)
-    words, changes = split_changes(sys.argv[1:] if argv is None else argv)
-    args = root.parse_args(words)
-    if changes and not hasattr(args, "changes"):
-        root.error(f"{args.command or 'gsoftmax'} takes no key=value, got {changes[0]}")
-    args.changes = [*getattr(args, "changes", []), *changes]
-    if args.command is None:
-        root.print_help()
-        return 0
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # class names may contain letters that the locale lacks
-            stream.reconfigure(errors="backslashreplace")
     before = warnings.showwarning
-    warnings.showwarning = _show_warning
-    hints = {"train": "; run the same command with --resume to continue"}
-    hints |= dict.fromkeys(("compare", "reproduce"), "; run the same command again to continue")
-    hint = hints.get(args.command, "")
+    args = argparse.Namespace(debug=False, hint="")
     try:
-        with stopping.ending(lambda: _say(f"stopped{hint}")):
+        with stopping.ending(lambda: _say(f"stopped{args.hint}")):
+            _parse(argv, args)
+            for stream in (sys.stdout, sys.stderr):
+                if isinstance(stream, io.TextIOWrapper):  # class names may contain letters that the locale lacks
+                    stream.reconfigure(errors="backslashreplace")
+            warnings.showwarning = _show_warning
+            config.world_size()
             args.run(args)
             sys.stdout.flush()
     except KeyboardInterrupt as stopped:
-        _say(f"stopped {stopped}".rstrip() + hint)
+        _say(f"stopped {stopped}".rstrip() + args.hint)
         return 128 + getattr(stopped, "signal_number", signal.SIGINT)
     except BrokenPipeError:  # the reader of the output, such as `head`, has seen enough
         _discard_output()
@@ -91,6 +82,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.showwarning = before
         _displays.clear()
     return 0
+
+
+def _parse(argv: Sequence[str] | None, args: argparse.Namespace) -> None:
+    """Adds to `args` the options of a command, the function that runs it, and how to go on after a signal."""
+    root = parser()
+    root.set_defaults(run=lambda _: root.print_help())
+    completion.complete(root)
+    words, changes = split_changes(sys.argv[1:] if argv is None else argv)
+    root.parse_args(words, args)
+    args.started = time.perf_counter()
+    if changes and not hasattr(args, "changes"):
+        root.error(f"{args.command or 'gsoftmax'} takes no key=value, got {changes[0]}")
+    args.changes = [*getattr(args, "changes", []), *changes]
+    hints = {"train": "; run the same command with --resume to continue"}
+    hints |= dict.fromkeys(("compare", "reproduce"), "; run the same command again to continue")
+    args.hint = hints.get(args.command, "")
 
 
 class _Incomplete(Exception):
@@ -134,7 +141,10 @@ def _say(text: str) -> None:
 
 
 def _is_rank0() -> bool:
-    alone = int(os.environ.get("WORLD_SIZE") or 1) <= 1  # a scheduler may set RANK all the same
+    try:
+        alone = config.world_size() <= 1  # a scheduler may set RANK all the same
+    except ValueError:  # which every process says
+        alone = True
     return alone or os.environ.get("RANK", "0") == "0"
 
 
@@ -398,7 +408,7 @@ def _compare(args: argparse.Namespace) -> None:
       gsoftmax compare digits --heads 'softmax,gsoftmax(lam=4,gaussians=tracked)' --seeds 10 --out runs/tracked
       gsoftmax compare digits --tune 12 --heads 'softmax,gsoftmax(lam=0.5|1|4|16)'      # every head tuned alike
     """
-    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+    if config.world_size() > 1:
         raise ValueError("compare starts its own processes, as many as --jobs says; torchrun is for gsoftmax train")
     _check_counts(args, "seeds", "jobs", "tune")
     for option in ("space", "minutes"):
@@ -440,6 +450,7 @@ def _compare(args: argparse.Namespace) -> None:
             print(*filter(None, error.traces), sep="\n", file=sys.stderr)
     _clear()
     if found is not None:
+        args.hint = f" while the report was being made; all finished runs are kept{args.hint}"
         _show_comparison(args, found, f"{args.what}: {', '.join(names)}")
     elif failed is None:
         missing = sum(not gsoftmax.workers.is_done(task) for task in plan.tasks)
@@ -469,15 +480,18 @@ def _plan(args: argparse.Namespace, plan: Any, size: str, runs: int) -> None:
     for note in plan.dataset.notes:
         _tell(note)
     jobs = max(1, min(args.jobs or gsoftmax.workers.default_jobs(first), runs))
+    left = runs
     if args.tune is None:
         mine, epochs = messages.plural(runs, "run"), messages.plural(first.epochs, "epoch")
         part = f" of the {len(plan.tasks)} of this comparison" * (runs < len(plan.tasks))
         finished = sum(map(gsoftmax.workers.is_done, plan.mine))
+        left -= finished
         _tell(f"{mine}{part}, {epochs} each, {jobs} at a time; {finished} finished before")
-    if first.image_size is not None:
+    if first.image_size is not None and left:
+        start = time.perf_counter() - args.started  # libraries and data, which every process loads as this one did
         each = gsoftmax.train.seconds_per_run(first, plan.dataset)
-        times = f"{_duration(each)} per run, {_duration(-(-runs // jobs) * each)} in all, as measured by a few steps"
-        _tell(f"{gsoftmax.photos.describe(first)}; {times}")
+        times = f"{_duration(each)} per run, {_duration(start + -(-left // jobs) * each)} in all until the report"
+        _tell(f"{gsoftmax.photos.describe(first)}; {times}, as measured by a few steps")
 
 
 def _show_comparison(args: argparse.Namespace, found: Any, title: str) -> None:

@@ -43,6 +43,7 @@ class Split:
 
     x: uint8 (N, C, H, W) images, float32 (N, D) table, or a tuple of N image file names
     y: int64 (N,) class indices, or uint8 (N, L) of 0 and 1 for multi-label data
+    files: names of the N image files that a tensor x was read from, or nothing
 
     >>> Split(torch.zeros(3, 2), torch.tensor([0, 1, 1])).select([2, 0]).y
     tensor([1, 0])
@@ -50,6 +51,7 @@ class Split:
 
     x: Tensor | tuple[str, ...]
     y: Tensor
+    files: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.x) != len(self.y):
@@ -65,11 +67,11 @@ class Split:
         """
         rows = torch.as_tensor(np.asarray(index, dtype=np.int64))
         x = self.x[rows] if isinstance(self.x, Tensor) else tuple(self.x[i] for i in rows.tolist())
-        return Split(x, self.y[rows])
+        return Split(x, self.y[rows], tuple(self.files[i] for i in rows.tolist()) if self.files else ())
 
     def to(self, device: torch.device | str) -> Split:
         """The same rows on the device; file names stay."""
-        return Split(self.x.to(device) if isinstance(self.x, Tensor) else self.x, self.y.to(device))
+        return replace(self, x=self.x.to(device) if isinstance(self.x, Tensor) else self.x, y=self.y.to(device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,7 +216,7 @@ class Subset:
         if self.label_noise > 0:
             changed = noisy(train.y, self.label_noise, data.num_classes, mix(seed, 13))
             note(int((changed != train.y).sum()), "labels made wrong", "label_noise")
-            train = Split(train.x, changed)
+            train = replace(train, y=changed)
         return replace(data, train=train, notes=tuple(notes))
 
     def _with_validation(self, data: Dataset, seed: int) -> Dataset:

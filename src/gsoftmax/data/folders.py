@@ -58,7 +58,9 @@ def image_dataset(about: Dataset, image_size: int | None) -> Dataset:
     if x is None:
         return replace(about, kind="files", augment=Augment(flip=True))
     pieces = gray_if_gray(x).split([len(split) for split in splits.values()])
-    held: Splits = {part: Split(piece, splits[part].y) for part, piece in zip(splits, pieces, strict=True)}
+    held: Splits = {
+        part: Split(piece, splits[part].y, splits[part].x) for part, piece in zip(splits, pieces, strict=True)
+    }
     # gray images are often characters, which must not be mirrored
     augment = Augment() if pieces[0].shape[1] == 1 else Augment(pad=max(1, x.shape[-1] // 8), flip=True)
     return replace(about, kind="images", augment=augment, **held)

@@ -49,10 +49,11 @@ def _pillow() -> Any:
     return Image
 
 
-def decode(data: bytes, name: str, shape: tuple[int, int] | None = None) -> np.ndarray | None:
+def decode(data: bytes, name: str, shape: tuple[int, int] | None = None, near: int = 0) -> np.ndarray | None:
     """uint8 (H, W, 3) of one image file's bytes; DataError naming the file when it is not a readable image.
 
     shape: None is returned for an image of another (H, W), before its pixels are decoded
+    near: a large JPEG is decoded at a fraction of its size, with sides of at least so many pixels
     """
     pillow = _pillow()
     try:
@@ -63,6 +64,8 @@ def decode(data: bytes, name: str, shape: tuple[int, int] | None = None) -> np.n
                 raise DataError(f"{name} declares {size} pixels, more than the limit of {MAX_PIXELS:,}")
             if shape is not None and (image.height, image.width) != shape:
                 return None
+            if near:
+                image.draft("RGB", (near, near))
             return np.array(image) if image.mode == "RGB" else _eight_bits(image, name)
     except DataError:
         raise
@@ -92,9 +95,12 @@ def _eight_bits(image: Any, name: str) -> np.ndarray:
     return np.repeat(gray[..., None], 3, axis=2)
 
 
-def read_image(path: str) -> Tensor:
-    """uint8 (3, H, W) of an image file."""
-    pixels = decode(_read(path), path)
+def read_image(path: str, near: int = 0) -> Tensor:
+    """uint8 (3, H, W) of an image file.
+
+    path, near: the file, and as in `decode`
+    """
+    pixels = decode(_read(path), path, near=near)
     assert pixels is not None
     return torch.from_numpy(pixels).permute(2, 0, 1)
 

@@ -3,13 +3,14 @@
 Everything but the thumbnails comes from the files of outputs.  The pictures are read from the run's own dataset when
 the report is made; where that cannot be read, or its labels are not those of the outputs, the page shows row numbers.
 
-    examples   None, or: rows, unit ("image", "row"), runs, confusion, flips, labels, pictures, missing
+    examples   None, or: rows, unit ("image", "row"), runs, confusion, flips, labels, unlearned, pictures, missing
     confusion  order (classes, confusable ones are neighbours), heads: head -> images (of every class, in all runs),
                right, wrong (class, predicted, count; the most frequent first); None for several labels
     flips      head -> runs (of the first head, and of it), better, worse (examples that a larger, or smaller, part of
                its runs gets right), apart, apart_first (examples on which a run of it and of the first head differ, and
                two runs of the first), tiles
     labels     tiles: examples whose label nearly all runs contradict with high probability
+    unlearned  classes without such tiles, because the runs get most of their images wrong
     tile       row, c (label), first and second (fractions of wrong runs), as_first, as_second, p; -1 for no class
     pictures   row -> name, and src (a data URI) where there is an image
 """
@@ -83,7 +84,7 @@ def read_examples(runs: Runs, data_root: str | None = None) -> dict[str, Any] | 
     y, used = next(iter(found.values())).y, np.logical_and.reduce([run.used for run in found.values()])
     heads = [h for h in heads if any(head == h for head, _ in found)]
     flips = {h: _flips(_of(found, heads[0]), _of(found, h), used, len(heads)) for h in heads[1:]}
-    labels = _labels(list(found.values()), used)
+    labels, unlearned = _labels(list(found.values()), used)
     tiles = [tile for head in flips.values() for tile in head["tiles"]] + labels
     pictures, missing = _pictures(next(iter(runs.values())), data_root, y, [tile["row"] for tile in tiles])
     return {
@@ -93,6 +94,7 @@ def read_examples(runs: Runs, data_root: str | None = None) -> dict[str, Any] | 
         "confusion": None if first.multilabel else _confusion(found, heads, used, first.num_classes),
         "flips": flips,
         "labels": labels,
+        "unlearned": unlearned,
         "pictures": pictures,
         "missing": missing,
     }
@@ -121,7 +123,8 @@ def some_examples(found: dict[str, Any] | None, place: Mapping[int, int]) -> dic
         },
     }
     flips = {head: {**of, "tiles": kept(of["tiles"])} for head, of in found["flips"].items()}
-    return {**found, "confusion": confusion, "flips": flips, "labels": kept(found["labels"])}
+    unlearned = [place[c] for c in found["unlearned"] if c in place]
+    return {**found, "confusion": confusion, "flips": flips, "labels": kept(found["labels"]), "unlearned": unlearned}
 
 
 def confusable_order(similarity: np.ndarray) -> list[int]:
@@ -166,7 +169,8 @@ def _read(file: Outputs) -> _Run:
             ps[-1][used] = np.abs(p - y) if file.multilabel else p.max(1)
             if soft is not None:
                 np.add.at(soft, y, p)
-    return _Run(*(np.concatenate(parts) for parts in (ys, predicted, ps, masks)), soft)
+    y_, predicted_, p_, used_ = (np.concatenate(parts) for parts in (ys, predicted, ps, masks))
+    return _Run(y_, predicted_, p_, used_, soft)
 
 
 def _of(found: Mapping[tuple[str, int], _Run], head: str) -> list[_Run]:
@@ -182,12 +186,12 @@ def _wrong(run: _Run, used: np.ndarray) -> np.ndarray:
 
 def _flips(first: Sequence[_Run], second: Sequence[_Run], used: np.ndarray, heads: int) -> dict[str, Any]:
     """Examples that more or fewer runs of a head get right than of the first head."""
-    a, b = (np.sum([_wrong(run, used) for run in runs], axis=0, dtype=np.int32) for runs in (first, second))
+    a, b = (np.stack([_wrong(run, used) for run in runs]).sum(0) for runs in (first, second))
     n, m = len(first), len(second)
     gain = a / n - b / m
-    doubt = np.sum([run.p.reshape(-1) for run in (*first, *second)], axis=0)
+    doubt = np.stack([run.p.reshape(-1) for run in (*first, *second)]).sum(0)
     most = max(1, min(_MOST_TILES, (MOST_PICTURES - _MOST_LABELS) // (2 * (heads - 1))))
-    tiles = []
+    tiles: list[Tile] = []
     for sign in (1, -1):
         changed = np.flatnonzero(sign * gain > 0)
         order = np.lexsort((changed, -doubt[changed], -sign * gain[changed]))[:most]
@@ -205,20 +209,29 @@ def _flips(first: Sequence[_Run], second: Sequence[_Run], used: np.ndarray, head
     }
 
 
-def _labels(runs: Sequence[_Run], used: np.ndarray) -> list[Tile]:
-    """Examples whose label nearly all runs contradict with high probability, the most certain first."""
+def _labels(runs: Sequence[_Run], used: np.ndarray) -> tuple[list[Tile], list[int]]:
+    """Examples whose label nearly all runs contradict with high probability, the most certain first; and classes left
+    out because the runs get most of their images wrong, so that a contradiction says nothing about the label."""
     wrong = np.stack([_wrong(run, used) for run in runs])
     votes = wrong.sum(0)
+    y = runs[0].y
+    # of several labels, images with and without a label are groups of their own
+    group = y if y.ndim == 1 else (2 * np.arange(y.shape[1]) + y).reshape(-1)
+    counted = used if y.ndim == 1 else np.repeat(used, y.shape[1])
+    groups, sizes = np.unique(group[counted], return_counts=True)
+    errors = np.bincount(group[counted], weights=votes[counted], minlength=int(groups.max(initial=0)) + 1)[groups]
+    unlearned = groups[errors > 0.5 * len(runs) * sizes]
+    votes[np.isin(group, unlearned)] = 0
     p = np.where(wrong, np.stack([run.p.reshape(-1) for run in runs]), 0).sum(0)
     items = np.flatnonzero((votes >= _AGREED * len(runs)) & (p >= _CONFIDENT * votes))
-    tiles = []
+    tiles: list[Tile] = []
     for item in items[np.argsort(-p[items], kind="stable")].tolist():
         j, agreed = _mode(runs, item)
         if agreed >= _AGREED * len(runs) and len(tiles) < _MOST_LABELS:
             mean = round(float(p[item] / votes[item]), 4)
             part = float(votes[item] / len(runs))
             tiles.append({**_tile(runs, item), "first": part, "second": part, "as_first": j, "as_second": j, "p": mean})
-    return tiles
+    return tiles, sorted({int(g) if y.ndim == 1 else int(g) // 2 for g in unlearned})
 
 
 def _tile(runs: Sequence[_Run], item: int) -> Tile:
@@ -276,13 +289,14 @@ def _pictures(
             raise ValueError(f"{config.data} has other rows than the outputs")
         if isinstance(split.x, torch.Tensor) and split.x.ndim != 4:
             return {}, ""  # a table
+        in_memory, files = (split.x, split.files) if isinstance(split.x, torch.Tensor) else (None, split.x)
         found: dict[str, dict[str, str]] = {}
         size = 0
         for row in list(dict.fromkeys(rows))[:MOST_PICTURES]:
-            x = split.x[row]
-            told = {} if isinstance(x, torch.Tensor) else {"name": plain("/".join(Path(x).parts[-2:]))}
+            told = {"name": plain("/".join(Path(files[row]).parts[-2:]))} if files else {}
             if size < _MOST_BYTES:
-                told["src"] = _thumbnail(x if isinstance(x, torch.Tensor) else read_image(x))
+                x = read_image(files[row], near=2 * _SIDE) if files or in_memory is None else in_memory[row]
+                told["src"] = _thumbnail(x)
                 size += len(told["src"])
             found[str(row)] = told
         return found, ""

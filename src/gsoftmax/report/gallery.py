@@ -8,6 +8,8 @@ from typing import Any
 from .colours import colours
 from .examples import Tile
 
+_MOST_NAMES = 10  # of classes, in a sentence
+
 
 def view(doc: Mapping[str, Any]) -> dict[str, Any]:
     """Tiles of the examples that flip and of labels to check, for the template.
@@ -22,7 +24,12 @@ def view(doc: Mapping[str, Any]) -> dict[str, Any]:
         lost = [_tile(doc, tile, runs) for tile in of["tiles"] if tile["first"] < tile["second"]]
         told = {"head": head, "better": f"{of['better']:,}", "worse": f"{of['worse']:,}", "told": _told(doc, head, of)}
         flips.append({**told, "gained": gained, "lost": lost})
-    return {"flips": flips, "labels": [_tile(doc, t, {}) for t in found["labels"]], "missing": found["missing"]}
+    labels = [_tile(doc, tile, {}) for tile in found["labels"]]
+    unlearned = [doc["classes"][c] for c in found["unlearned"]]
+    told = ", ".join(unlearned[:_MOST_NAMES]) + f" and {len(unlearned) - _MOST_NAMES:,} more" * (
+        len(unlearned) > _MOST_NAMES
+    )
+    return {"flips": flips, "labels": labels, "unlearned": told, "missing": found["missing"]}
 
 
 def _told(doc: Mapping[str, Any], head: str, of: Mapping[str, Any]) -> str:
