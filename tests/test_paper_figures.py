@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import asdict
 
 import numpy as np
 import pytest
 import scipy.stats
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_report import fake_run, marks
 
 from gsoftmax import recipes
+from gsoftmax.cli import main
 from gsoftmax.report import figures, paper
 
 CIFAR10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
@@ -122,11 +124,45 @@ def test_changed_runs_are_labelled_in_figure_and_tables(folder, tmp_path, monkey
     assert told in table.note and told in " ".join(spec["title"]["subtitle"])
 
 
+def test_a_family_is_one_row_of_every_head(folder, tmp_path, capsys):
+    for words in (["figure8", "--row", "coco"], ["figure4", "--row", "coco-gsoftmax(0,1)"]):
+        assert main(["reproduce", *words, "--out", str(folder)]) == 0
+        assert "gsoftmax, published" in capsys.readouterr().out
+    missing = ["reproduce", "figure8", "--row", "coco-gsoftmax(0,5)", "--out", str(folder)]
+    assert main(missing) == 2 and "needs a finished run of coco-gsoftmax(0,5)" in capsys.readouterr().err
+
+
+def test_runs_that_differ_from_the_others_are_left_out(folder, tmp_path, monkeypatch):
+    other = tmp_path / "other"
+    for row in paper.FIGURES["figure8"].rows:
+        shutil.copytree(folder / row, other / row)
+    config = recipes.find("coco-softmax").config({"lr": 0.5, "seed": 1})
+    (other / "coco-softmax" / "seed-1" / "config.json").write_text(json.dumps(asdict(config)))
+    _, (table,) = drawn(monkeypatch, "figure8", other, tmp_path)
+    assert "Left out, because their settings differ: 1 of coco-softmax (changed: lr=0.5)." in table.note
+    assert "Not the recipes" not in table.note and "± " not in str(cells(table)["compactness", "softmax, ours"])
+    fifth = paper.paper_tables(other)[4]
+    assert "1 of coco-softmax (changed: lr=0.5)" in fifth.note and not fifth.rows[0][-1]
+
+
+def test_a_class_without_images_is_not_shown(folder, tmp_path):
+    for row in paper.FIGURES["figure4"].rows:
+        config = recipes.find(row).config()
+        fake_run(tmp_path / row / "seed-0", config.head, 0, names=["person", "cow", "cup"], multilabel=True, n=300)
+        (tmp_path / row / "seed-0" / "config.json").write_text(json.dumps(asdict(config)))
+        outputs = load_file(tmp_path / row / "seed-0" / "outputs.safetensors")
+        outputs["y"][:, :2] = 0  # neither a person nor a cow
+        save_file(outputs, tmp_path / row / "seed-0" / "outputs.safetensors")
+    (table,) = paper.figure("figure4", tmp_path, tmp_path)[0]
+    assert "coco has no images of cow, baseball bat: cup is shown." in table.note
+    assert cells(table)["images", "softmax, ours"] > 0
+
+
 def test_missing_runs_are_one_line_with_the_command(folder, tmp_path):
-    with pytest.raises(
-        ValueError, match=r"needs a finished run of coco-softmax .*: gsoftmax reproduce table3 --row coco"
-    ):
-        paper.figure("figure8", tmp_path, tmp_path)
+    command = r"needs a finished run of coco-softmax .*: gsoftmax reproduce table3 --row coco-softmax --out \S*my-runs"
+    for runs, end in ((tmp_path / "my-runs", "$"), (tmp_path / "my-runs" / "smoke", " --smoke$")):
+        with pytest.raises(ValueError, match=command + end):
+            paper.figure("figure8", runs, tmp_path)
     partial = tmp_path / "partial"
     partial.mkdir()
     for head in ("softmax", "lsoftmax", "gsoftmax"):

@@ -15,6 +15,8 @@ from gsoftmax.cli import main
 from gsoftmax.compare import of_heads, of_rows
 from gsoftmax.config import Config
 from gsoftmax.data import write_smoke
+from gsoftmax.report import paper_tables
+from gsoftmax.workers import Task
 
 TINY = ("backbone=wrn-10-1", "epochs=1", "batch_size=16", "train_geometry=false", "--jobs", "1")
 
@@ -55,7 +57,7 @@ def test_a_family_is_the_rows_that_differ_in_the_head(family, labels):
     assert len(folders) == len(rows)  # (-0.05, 1) and (0.05, 1) are two
     assert not recipes.family("digits") and not recipes.family("nowhere")
     every = [row for rows in recipes.families().values() for row in rows]
-    assert len(every) == sum(bool(r.published) for r in recipes.recipes().values())
+    assert len(every) == sum(r.is_row for r in recipes.recipes().values())
 
 
 def test_each_row_of_a_family_has_its_own_options():
@@ -146,7 +148,53 @@ def test_a_shortened_training_is_labelled_as_such(tmp_path):
     recipe = recipes.find("vgg-cifar10-gsoftmax")
     short = recipes.shortened(recipe.config({"amp": "bf16"}), 20)
     finished_run(tmp_path / "seed-0", short, {"error": 0.05})
-    assert reproduce.label(recipe, tmp_path / "seed-0") == "changed: training shortened 20 times, amp=bf16"
+    assert reproduce.label(tmp_path / "seed-0", recipe) == "changed: training shortened 20 times, amp=bf16"
+
+
+def test_no_mean_is_over_runs_of_different_configurations(tmp_path, capsys):
+    row, errors = "wrn-cifar10-softmax", (0.10, 0.02, 0.03, 0.05)
+    recipe = recipes.find(row)
+    changes: list[dict] = [{"epochs": 3, "lr": 0.02}, {"epochs": 1}, {"epochs": 1}, {}]
+    for seed, (error, changed) in enumerate(zip(errors, changes, strict=True)):
+        config = recipe.config(
+            {"data": "digits", "backbone": "cnn", **changed, "seed": seed} if changed else {"seed": 3}
+        )
+        finished_run(tmp_path / row / f"seed-{seed}", config, {"error": error}, data="digits")
+    found = reproduce.read_seeds(recipe, tmp_path / row)
+    groups = reproduce.by_label(found)
+    assert [[one.seed for one in group] for group in groups.values()] == [[3], [1, 2], [0]] and not [*groups][0]
+    table = reproduce.table("t", [(recipe, found)])
+    assert [(line[3].text, line[7], line[8]) for line in table.rows] == [
+        ("5.00", None, 1),
+        ("2.50", "yes", 2),
+        ("10.00", None, 1),
+    ]
+    assert [line[-1] for line in table.rows] == [*groups]
+    pooled = [line for line in paper_tables(tmp_path)[0].rows if line[0] == row]
+    assert [(line[2].text, line[-2], line[-1]) for line in pooled] == [
+        (line[3].text, line[8], line[-1]) for line in table.rows
+    ]
+    words = ["--row", row, "--out", str(tmp_path), "data=digits", "backbone=cnn", "epochs=3", "lr=0.02"]
+    status, out, err = run(capsys, "reproduce", "table1", *words)
+    assert status == 0 and not err and "10.00" in out and "2.50" not in out and "inside   seeds" in out
+
+
+def test_a_run_of_another_seed_than_asked_for_is_left_out(tmp_path):
+    recipe = recipes.find("wrn-cifar10-softmax")
+    for seed in (0, 1, 5):
+        finished_run(tmp_path / f"seed-{seed}", recipe.config({"seed": seed}), {"error": 0.1})
+    (tmp_path / "seed-x").mkdir()
+    assert [one.seed for one in reproduce.read_seeds(recipe, tmp_path, range(2))] == [0, 1]
+    assert [one.seed for one in reproduce.read_seeds(recipe, tmp_path)] == [0, 1, 5]
+
+
+def test_progress_names_the_row(tmp_path):
+    rows = reproduce.find_rows("table1", "wrn-cifar10")
+    made = reproduce.tasks(rows, [3], tmp_path, reproduce.Plan({}), None)
+    assert [task.name for task in made] == [
+        f"wrn-cifar10-{head} seed 3" for head in ("softmax", "lsoftmax", "gsoftmax")
+    ]
+    assert Task.read(json.loads(json.dumps(made[0].written()))).name == made[0].name
 
 
 @pytest.mark.parametrize("change", ["epochs=3", "lr=0.5", "head_options.lam=2"])
@@ -174,6 +222,11 @@ def test_reproduce_never_prints_the_number_of_another_configuration(change, tmp_
         (["table1", "--seeds", "0"], "--seeds must be 1 or more, got 0"),
         (["table1", "--row", "vgg-cifar10", "--shorten", "0"], "shorten must be from 1 to the 300 epochs"),
         (["figure9"], "figure9"),
+        (["figure6", "epochs=3"], "figure6 is drawn from finished runs and takes no epochs=3"),
+        (["figure6", "--shorten", "2"], "takes no --shorten"),
+        (["figure6", "--seeds", "2"], "takes no --seeds"),
+        (["figure6", "--jobs", "2"], "takes no --jobs"),
+        (["figure6", "--data", "."], "takes no --data"),
     ],
 )
 def test_reproduce_mistakes_are_one_line(argv, words, tmp_path, capsys, monkeypatch):

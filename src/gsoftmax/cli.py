@@ -287,7 +287,7 @@ def parser() -> argparse.ArgumentParser:
     add(_export, run_folder, argument("path", metavar="FILE", help="model.onnx or model.pt2"), head)
     add(
         _reproduce,
-        argument("table", help="table1 ... table4, or figure3 ... figure8 from finished runs"),
+        argument("table", help="table1 ... table4, scaled, or figure3 ... figure8 from finished runs"),
         changes,
         argument("--row", help="one row, or a family such as vgg-cifar10 (see gsoftmax recipes)"),
         argument("--seeds", type=int, default=1, metavar="N", help="seeds 0 ... N-1 (default: 1)"),
@@ -641,7 +641,11 @@ def _reproduce(args: argparse.Namespace) -> None:
     _check_counts(args, "seeds", "jobs")
     reproduce = gsoftmax.reproduce
     if args.table.startswith("figure"):
-        rows = None if args.row is None else [row.name for row in recipes.family(args.row)] or [args.row]
+        training = {"shorten": 1, "seeds": 1, "jobs": 1, "data": None}
+        given = [*args.changes, *(f"--{key}" for key, default in training.items() if getattr(args, key) != default)]
+        if given:
+            raise ValueError(f"{args.table} is drawn from finished runs and takes no {given[0]}")
+        rows = None if args.row is None else reproduce.rows_of_heads(args.row)
         folder = Path(args.out) / ("smoke" if args.smoke else "")
         made = gsoftmax.report.paper.figure(args.table, folder, args.out, split_words(args.figures), rows)
         print("\n\n".join(table.text() for table in made[0]), *made[1], sep="\n")
@@ -660,7 +664,10 @@ def _reproduce(args: argparse.Namespace) -> None:
         finally:
             _clear()
     if _is_rank0():
-        found = [(row, reproduce.read_seeds(row, reproduce.folder(args.out, row.name, args.smoke))) for row in rows]
+        found = []
+        for row in rows:
+            folder = reproduce.folder(args.out, row.name, args.smoke)
+            found.append((row, reproduce.read_seeds(row, folder, range(args.seeds))))
         print(reproduce.table(f"{args.table}, published and ours (%)", found).text())
 
 

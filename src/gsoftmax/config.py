@@ -103,6 +103,7 @@ class Config:
     sync_batchnorm: bool = False  # with several GPUs: batch norms see the whole batch
     # the run
     seed: int = 0  # of weights, batches, augmentation and dropout
+    recipe: str | None = None  # the row of the paper that the configuration comes from, set by its recipe
     deterministic: bool = False  # GPU: choose cuDNN's algorithms by rule, not by timing, so that results repeat
     device: str = "auto"  # cpu, cuda, cuda:1, ...; auto is a GPU where there is one
     threads: int = 0  # of the CPU; 0 is torch's default
@@ -168,8 +169,8 @@ class Config:
         return Config(**{"split_seed": 0, **found})
 
     def identity(self) -> dict[str, Any]:
-        """The keys that decide the result: all except machine, parallelism, logger, and intervals."""
-        where = {"device", "threads", "workers", "parallel", "logger"}
+        """The keys that decide the result: all except machine, parallelism, logger, intervals, and the recipe's name."""
+        where = {"recipe", "device", "threads", "workers", "parallel", "logger"}
         where |= {"evaluate_every", "checkpoint_every", "checkpoint_minutes"}
         held = {k: v for k, v in dataclasses.asdict(self).items() if k not in where}
         drawn = (self.val_fraction, self.train_fraction, self.imbalance, self.label_noise) != (0, 1, 1, 0)

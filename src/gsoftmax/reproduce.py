@@ -18,18 +18,32 @@ import numpy as np
 from . import measures, significance
 from .config import Config
 from .messages import did_you_mean
-from .recipes import Recipe, recipes, shortened
+from .recipes import Recipe, changed, family, recipes, shortened
 from .runs import read_config, read_environment, read_result, read_rows
 from .tables import Cell, Shown, Table
 from .workers import Task
 
-__all__ = ["Plan", "Seed", "best_epoch", "find_rows", "folder", "label", "read_seeds", "table", "tasks"]
+__all__ = [
+    "Plan",
+    "Seed",
+    "best_epoch",
+    "by_label",
+    "find_rows",
+    "folder",
+    "label",
+    "ours",
+    "read_seeds",
+    "rows_of_heads",
+    "table",
+    "tasks",
+]
 
 
 @dataclass(frozen=True)
 class Seed:
     """A finished run of a row."""
 
+    run: Path  # its folder
     seed: int  # of the initial weights, the order of the samples and the augmentation
     result: dict[str, Any]  # its final metrics
     best: dict[str, Any]  # the metrics of its best epoch, chosen on the test set; empty if only the last was tested
@@ -39,22 +53,37 @@ class Seed:
 def find_rows(what: str, row: str | None = None) -> list[Recipe]:
     """The rows of a table.
 
-    what: table1, table2, table3 or table4
+    what: table1, table2, table3 or table4, or scaled for rows scaled to smaller data
     row: one row, or what the names of several share, such as vgg-cifar10
 
     >>> [found.name for found in find_rows("table1", "vgg-cifar10")]
     ['vgg-cifar10-softmax', 'vgg-cifar10-lsoftmax', 'vgg-cifar10-gsoftmax']
     """
-    published = [r for r in recipes().values() if r.published]
-    rows = [r for r in published if r.table == what]
+    known = [r for r in recipes().values() if r.is_row]
+    rows = [r for r in known if r.table == what]
     if not rows:
-        tables = ", ".join(sorted({r.table for r in published}))
+        tables = ", ".join(sorted({r.table for r in known}))
         raise ValueError(f"unknown table {what!r}; tables are {tables}, figures are figure3 to figure8")
     chosen = [r for r in rows if row in (None, r.name, r.family)]
     if not chosen:
         hint = did_you_mean(str(row), {name for r in rows for name in (r.name, r.family)}, 3, 0.4)
         raise ValueError(f"{what} has no row {row!r}{hint}; `gsoftmax recipes` lists them")
     return chosen
+
+
+def rows_of_heads(what: str) -> list[str]:
+    """The names of one row of every head, which is what a figure shows; the first of the head in its family.
+
+    what: a family, or one of its rows, which is then that of its head; any other name is returned as it is
+
+    >>> rows_of_heads("coco"), rows_of_heads("coco-gsoftmax(0,5)")
+    (['coco-softmax', 'coco-gsoftmax(0,1)'], ['coco-softmax', 'coco-gsoftmax(0,5)'])
+    """
+    found: dict[str, str] = {}
+    for row in family(what):
+        head = row.config().head
+        found[head] = row.name if row.name == what else found.get(head, row.name)
+    return [*found.values()] or [what]
 
 
 @dataclass(frozen=True)
@@ -86,7 +115,8 @@ def tasks(
     for seed in seeds:
         for recipe in rows:
             config = plan.config(recipe).override({"seed": seed})
-            found.append(Task(config, folder(out, recipe.name, plan.smoke) / f"seed-{seed}", data_root))
+            run = folder(out, recipe.name, plan.smoke) / f"seed-{seed}"
+            found.append(Task(config, run, data_root, title=recipe.name))
     return found
 
 
@@ -99,40 +129,53 @@ def folder(out: str | os.PathLike[str], row: str, smoke: bool = False) -> Path:
     return Path(out) / "smoke" / row if smoke else Path(out) / row
 
 
-def read_seeds(recipe: Recipe, rows: str | os.PathLike[str]) -> list[Seed]:
+def read_seeds(recipe: Recipe, rows: str | os.PathLike[str], seeds: Sequence[int] | None = None) -> list[Seed]:
     """The finished runs of a row, by seed.
 
     recipe: the row
     rows: the folder of its seeds
+    seeds: which of them; None for all that are there
     """
-    found, key = [], "mAP_voc12" if "mAP_voc12" in recipe.published else "error"
-    for run in Path(rows).glob("seed-*"):
-        config, result = read_config(run), read_result(run)
-        if config is not None and result is not None:
-            found.append(Seed(config.seed, result, best_epoch(run, key), label(recipe, run)))
-    return sorted(found, key=lambda one: one.seed)
+    key = "mAP_voc12" if "mAP_voc12" in recipe.published else "error"
+    names = [run.name[5:] for run in Path(rows).glob("seed-*")]
+    found = []
+    for seed in sorted(
+        {int(name) for name in names if name.isdecimal()}.intersection(*([] if seeds is None else [seeds]))
+    ):
+        run = Path(rows) / f"seed-{seed}"
+        if (result := read_result(run)) is not None:
+            found.append(Seed(run, seed, result, best_epoch(run, key), label(run, recipe)))
+    return found
 
 
-def label(recipe: Recipe, run: Path) -> str:
-    """How a run differs from its recipe: "smoke", the keys that were changed, or nothing.
+def by_label(seeds: Sequence[Seed]) -> dict[str, list[Seed]]:
+    """The runs of a row by how they differ from the recipe: the recipe itself first, then by number.
 
-    recipe, run: the row, and the folder of a run
+    seeds: finished runs
+
+    A mean, an interval or a test is always of one such group.
     """
+    found: dict[str, list[Seed]] = {}
+    for one in seeds:
+        found.setdefault(one.label, []).append(one)
+    return dict(sorted(found.items(), key=lambda item: (item[0] != "", -len(item[1]))))
+
+
+def label(run: Path, recipe: Recipe | None = None) -> str:
+    """How a run differs from a row of the paper: "smoke", the keys that were changed, or nothing.
+
+    run: its folder
+    recipe: the row, by default the one that the run's configuration comes from
+    """
+    config = read_config(run)
+    if config is None:
+        return "without config.json" if recipe else ""
+    if recipe is None and config.recipe is None:
+        return ""
     data = read_environment(run).get("data")
     if isinstance(data, dict) and str(data.get("name")).endswith("(smoke)"):
         return "smoke"
-    config = read_config(run)
-    if config is None:
-        return "without config.json"
-    published, texts = recipe.config(), []
-    factor = published.epochs / max(config.epochs, 1)
-    if 1 < factor <= published.epochs:
-        short = shortened(published, factor)
-        if (short.epochs, short.identity()["schedule"]) == (config.epochs, config.identity()["schedule"]):
-            published, texts = short, [f"training shortened {factor:g} times"]
-    mine, wanted = config.identity(), published.identity()
-    texts += [f"{k}={mine[k]}" for k in sorted(wanted) if k != "seed" and mine[k] != wanted[k]]
-    return f"changed: {', '.join(texts)}" if texts else ""
+    return changed(config, recipe)
 
 
 def best_epoch(run: Path, key: str) -> dict[str, Any]:
@@ -153,15 +196,17 @@ def table(title: str, rows: Sequence[tuple[Recipe, Sequence[Seed]]]) -> Table:
     """Published numbers beside ours: the mean over seeds, its 95 % interval, and whether it contains the published one.
 
     title: of the table
-    rows: the rows with their finished runs
+    rows: the rows with their finished runs; runs that differ from their recipe in different ways are lines of their own
     """
     header = ("row", "metric", "published", "ours", "difference", "95 % from", "to", "published inside", "seeds")
     lines: list[tuple[Cell, ...]] = []
-    for recipe, seeds in rows:
-        for key, published in recipe.published.items():
-            cells = [measures.find(key).label, _number(published), *_ours(key, published, seeds)]
-            labels = "; ".join(sorted({one.label for one in seeds} - {""}))
-            lines.append((recipe.name, *cells, _best(key, seeds), labels))
+    for recipe, every in rows:
+        for told, seeds in (by_label(every) or {"": []}).items():
+            numbers: Mapping[str, float | None] = recipe.published or {"error": None}
+            for key, published in numbers.items():
+                given = None if published is None else _number(published)
+                cells = [measures.find(key).label, given, *ours(key, published, seeds)]
+                lines.append((recipe.name, *cells, _best(key, seeds), told))
     columns = (*header, "best epoch, chosen on the test set", "not the recipe")
     kept = [i for i in range(len(columns)) if i < len(header) or any(line[i] not in (None, "") for line in lines)]
     note = (
@@ -171,19 +216,24 @@ def table(title: str, rows: Sequence[tuple[Recipe, Sequence[Seed]]]) -> Table:
     return Table(title, tuple(columns[i] for i in kept), tuple(tuple(line[i] for i in kept) for line in lines), note)
 
 
-def _ours(key: str, published: float, seeds: Sequence[Seed]) -> tuple[Cell, ...]:
-    """The cells from `ours` to `seeds`."""
+def ours(key: str, published: float | None, seeds: Sequence[Seed]) -> tuple[Cell, ...]:
+    """Our mean, its difference from the published number, its 95 % interval, whether that contains it, and the seeds.
+
+    key, published: the metric, and the published number in percent; None where there is none
+    seeds: runs of one configuration
+    """
     if any(one.label == "smoke" for one in seeds):
         return "smoke ok", "no result", None, None, None, len(seeds)
     values = np.array([100 * one.result[key] for one in seeds if key in one.result])
-    if not len(values):
+    if not len(values) or len(values) < len(seeds):
         return None, None, None, None, None, len(seeds)
     mean = float(values.mean())
-    start = (Shown(f"{mean:.2f}", mean), Shown(f"{mean - published:+.2f}", mean - published))
+    apart = None if published is None else mean - published
+    start = (_number(mean), None if apart is None else Shown(f"{apart:+.2f}", apart))
     if len(values) < 2:
         return *start, None, None, None, len(values)
     half = significance.t_quantile(0.975, len(values) - 1) * float(values.std(ddof=1)) / math.sqrt(len(values))
-    inside = "yes" if abs(mean - published) <= half else "no"
+    inside = None if apart is None else "yes" if abs(apart) <= half else "no"
     return *start, _number(mean - half), _number(mean + half), inside, len(values)
 
 

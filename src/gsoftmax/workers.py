@@ -66,11 +66,12 @@ class Task(NamedTuple):
     data_root: str | None  # where the datasets are
     may_diverge: bool = False  # a run that diverges is finished, without a result
     gpu: int | None = None  # instead of the configuration's device
+    title: str = ""  # what progress calls it instead of the head
 
     @property
     def name(self) -> str:
-        """Head and seed."""
-        return f"{self.config.head_text()} seed {self.config.seed}"
+        """Title, or else head, and seed."""
+        return f"{self.title or self.config.head_text()} seed {self.config.seed}"
 
     def written(self) -> dict[str, Any]:
         """The task as JSON has it."""

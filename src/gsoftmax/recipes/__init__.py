@@ -1,7 +1,7 @@
 """Recipes: named configurations, each lists only its differences from its base.
 
 The files beside this one define them: `tableN.yaml` every row of the paper's tables, with the published numbers;
-`fast.yaml` the small and the quick ones.
+`scaled.yaml` rows scaled to smaller data, which have no published number; `fast.yaml` the small and the quick ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from ..config import Config
 from ..messages import did_you_mean
 
-__all__ = ["Recipe", "families", "family", "find", "parse", "recipes", "shortened"]
+__all__ = ["Recipe", "changed", "families", "family", "find", "parse", "recipes", "shortened"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,12 @@ class Recipe:
     changes: dict[str, Any]  # keys that differ from `Config`
     smoke: dict[str, Any]  # further changes for a smoke test
     published: dict[str, float]  # the paper's numbers in percent, for a row of its tables
+    scaled: str = ""  # the row of the paper's tables that this one scales to smaller data
+
+    @property
+    def is_row(self) -> bool:
+        """Whether it is a row of the paper's tables, or one scaled to smaller data."""
+        return bool(self.published or self.scaled)
 
     @property
     def family(self) -> str:
@@ -41,7 +47,7 @@ class Recipe:
         return self._split()[1]
 
     def _split(self) -> tuple[str, str]:
-        match = re.fullmatch(r"(.+?)-([lg]?softmax.*)", self.name) if self.published else None
+        match = re.fullmatch(r"(.+?)-([lg]?softmax.*)", self.name) if self.is_row else None
         return (match[1], match[2]) if match else ("", self.name)
 
     def config(self, changes: Mapping[str, Any] | None = None, *, smoke: bool = False) -> Config:
@@ -50,7 +56,7 @@ class Recipe:
         changes: further keys, which win
         smoke: whether it is for a smoke test
         """
-        config = Config().override(self.changes)
+        config = Config(recipe=self.name if self.is_row else None).override(self.changes)
         return (config.override(self.smoke) if smoke else config).override(changes or {})
 
 
@@ -119,6 +125,29 @@ def shortened(config: Config, factor: float) -> Config:
     return config.override({"epochs": max(1, scaled(config.epochs)), "schedule": schedule})
 
 
+def changed(config: Config, recipe: Recipe | None = None) -> str:
+    """How a configuration differs from a row of the paper; empty if it does not, or comes from none.
+
+    config, recipe: the configuration, and the row, by default the one it comes from
+
+    >>> changed(find("vgg-cifar10-softmax").config({"lr": 0.2, "seed": 3}))
+    'changed: lr=0.2'
+    """
+    recipe = recipe or recipes().get(config.recipe or "")
+    if recipe is None:
+        return ""
+    wanted, texts = recipe.config(), []
+    factor = wanted.epochs / max(config.epochs, 1)
+    if 1 < factor <= wanted.epochs:
+        short = shortened(wanted, factor)
+        if (short.epochs, short.identity()["schedule"]) == (config.epochs, config.identity()["schedule"]):
+            wanted, texts = short, [f"training shortened {factor:g} times"]
+    mine, theirs = config.identity(), wanted.identity()
+    texts += [f"{k}={mine[k]}" for k in sorted(theirs) if k != "seed" and mine[k] != theirs[k]]
+    parts = [f"scaled from {recipe.scaled}" * bool(recipe.scaled), f"changed: {', '.join(texts)}" * bool(texts)]
+    return "; ".join(filter(None, parts))
+
+
 def find(name: str) -> Recipe:
     """The recipe called `name`, or an error that suggests others.
 
@@ -157,10 +186,10 @@ def parse(files: Mapping[str, str]) -> dict[str, Recipe]:
     found = {}
     for name, (table, entry) in written.items():
         chain = [entry for _, entry in _bases(written, name)]
-        own = {k: v for one in chain for k, v in one.items() if k not in ("base", "smoke", "published")}
+        own = {k: v for one in chain for k, v in one.items() if k not in ("base", "smoke", "published", "scaled")}
         smoke = {k: v for one in chain for k, v in one.get("smoke", {}).items()}
         if not name.startswith("_"):
-            found[name] = Recipe(name, table, own, smoke, entry.get("published", {}))
+            found[name] = Recipe(name, table, own, smoke, entry.get("published", {}), entry.get("scaled", ""))
     return found
 
 
@@ -178,8 +207,9 @@ def _bases(written: Mapping[str, tuple[str, dict[str, Any]]], name: str) -> list
 def _check(file: str, name: Any, entry: Any) -> None:
     if not isinstance(name, str) or not isinstance(entry, dict) or not all(isinstance(k, str) for k in entry):
         raise ValueError(f"{file}: recipe {name!r} must map keys to values, got {type(entry).__name__}")
-    if not isinstance(entry.get("base", ""), str):
-        raise ValueError(f"{file}: base of recipe {name!r} must be a recipe's name, got {entry['base']!r:.80}")
+    for key in ("base", "scaled"):
+        if not isinstance(entry.get(key, ""), str):
+            raise ValueError(f"{file}: {key} of recipe {name!r} must be a recipe's name, got {entry[key]!r:.80}")
     for key in ("smoke", "published"):
         if not isinstance(entry.get(key, {}), dict):
             raise ValueError(f"{file}: {key} of recipe {name!r} must be a mapping, got {entry[key]!r:.80}")

@@ -3,7 +3,7 @@
 RUNS/ROW/seed-K/   a run of a row of the paper's tables (see gsoftmax.reproduce)
 
 Bars and tables have means over seeds; points and Gaussians are of the first seed.  A run that is not the recipe is
-labelled in every table and figure that it enters.
+labelled in every table and figure that it enters, and no mean is over runs that differ in more than the seed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from .. import measures, recipes, significance
 from ..analyze import Analysis, analyze
 from ..messages import unknown
 from ..recipes import Recipe
-from ..reproduce import label
-from ..runs import read_result
+from ..reproduce import Seed, by_label, ours, read_seeds
 from ..tables import Cell, Shown, Table, plus_minus
 from . import specs
 from .data import PAPER, Document, add_analysis, blank, some_classes, some_points, with_intervals
@@ -146,7 +145,7 @@ def figure(
     draw, tabulate = _WAYS[name]
     changed = _changed([row for part in parts for row in part.rows])
     spec = draw(parts, title)
-    seeds = sorted({len(row.runs) for part in parts for row in part.rows})
+    seeds = sorted({len(row.seeds) for part in parts for row in part.rows})
     told = [*([changed] if changed else []), *([_seeds_told(seeds)] if seeds[-1] > 1 else [])]
     if told:
         wrap: Any = {"width": 90, "break_on_hyphens": False, "max_lines": 4, "placeholder": " … (all in the tables)"}
@@ -169,7 +168,7 @@ class _Row:
 
     recipe: Recipe
     head: str  # what figures and tables call it
-    runs: tuple[Path, ...]  # by seed
+    seeds: tuple[Seed, ...]  # with one label
     found: tuple[Analysis, ...]  # of each run
 
     def mean(self, value: Callable[[Analysis], float]) -> Cell:
@@ -192,26 +191,17 @@ class _Part:
         return tuple(self.rows[0].found[0].classes[c] for c in self.classes)
 
 
-def finished(runs: Path, row: str) -> list[Path]:
-    """The finished runs of a row by seed, in RUNS/ROW/seed-K."""
-    found = [p for p in (runs / row).glob("seed-*") if p.name[5:].isdigit() and read_result(p) is not None]
-    return sorted(found, key=lambda p: int(p.name[5:]))
-
-
-def labels(recipe: Recipe, runs: Sequence[Path]) -> str:
-    """The labels of the runs of a recipe; how many have one, unless all do.
-
-    recipe, runs: the recipe, and the folders of its runs
-    """
-    found = Counter(label(recipe, run) for run in runs)
-    return "; ".join(
-        text if n == len(runs) else f"{text} ({n} of {len(runs)} seeds)" for text, n in found.items() if text
-    )
+def _chosen(recipe: Recipe, runs: Path) -> tuple[list[Seed], str]:
+    """The finished runs of a row that enter one mean, and a note on those that differ from them and are left out."""
+    groups = by_label(read_seeds(recipe, runs / recipe.name))
+    chosen, *others = groups.values() or [[]]
+    left = "; ".join(f"{len(found)} of {recipe.name} ({found[0].label})" for found in others)
+    return chosen, f"Left out, because their settings differ: {left}." if left else ""
 
 
 def _changed(rows: Sequence[_Row]) -> str:
     """One sentence on the runs that are not their recipes; empty if all are."""
-    found = {row.recipe.name: labels(row.recipe, row.runs) for row in rows}
+    found = {row.recipe.name: row.seeds[0].label for row in rows}
     if not any(found.values()):
         return ""
     if len(set(found.values())) == 1:
@@ -226,13 +216,15 @@ def _read(name: str, wanted: Sequence[Recipe], runs: Path, may_lack: bool) -> tu
         groups.setdefault(recipe.config().data, []).append(recipe)
     if len(groups) > 1 and isinstance(FIGURES[name].classes, str):
         raise ValueError(f"the rows of {name} must be on one dataset, got {' and '.join(groups)}")
-    ready = {r.name: finished(runs, r.name) for r in wanted}
-    missing = {data: [r for r in rows if not ready[r.name]] for data, rows in groups.items()}
+    ready = {r.name: _chosen(r, runs) for r in wanted}
+    missing = {data: [r for r in rows if not ready[r.name][0]] for data, rows in groups.items()}
     lacking = [r for rows in missing.values() for r in rows]
     if lacking and (not may_lack or all(missing.values())):
-        command = f"gsoftmax reproduce {lacking[0].table} --row {shlex.quote(lacking[0].name)}"
+        smoke = runs.name == "smoke"  # as in `reproduce.folder`
+        words = ["gsoftmax", "reproduce", lacking[0].table, "--row", lacking[0].name]
+        words += ["--out", str(runs.parent if smoke else runs), *["--smoke"] * smoke]
         raise ValueError(
-            f"{name} needs a finished run of {lacking[0].name} in {runs}; this command makes it: {command}"
+            f"{name} needs a finished run of {lacking[0].name} in {runs}; this command makes it: {shlex.join(words)}"
         )
     parts, notes = [], []
     for data, rows in groups.items():
@@ -243,8 +235,10 @@ def _read(name: str, wanted: Sequence[Recipe], runs: Path, may_lack: bool) -> tu
         made = []
         for r in rows:
             head = r.config().head if heads[r.config().head] == 1 else r.name
-            made.append(_Row(r, head, tuple(ready[r.name]), tuple(analyze(run, name=head) for run in ready[r.name])))
-        classes, note = _classes(FIGURES[name].classes, made[0].found[0].classes, data)
+            seeds, left = ready[r.name]
+            notes += [left] if left else []
+            made.append(_Row(r, head, tuple(seeds), tuple(analyze(one.run, name=head) for one in seeds)))
+        classes, note = _classes(FIGURES[name].classes, made[0].found, data)
         for row in made:
             if len({a.classes for a in row.found} | {made[0].found[0].classes}) > 1:
                 raise ValueError(
@@ -255,20 +249,24 @@ def _read(name: str, wanted: Sequence[Recipe], runs: Path, may_lack: bool) -> tu
     return parts, notes
 
 
-def _classes(wanted: tuple[str, ...] | str, names: Sequence[str], data: str) -> tuple[tuple[int, ...], str]:
+def _classes(wanted: tuple[str, ...] | str, found: Sequence[Analysis], data: str) -> tuple[tuple[int, ...], str]:
     """The classes that a figure shows of a dataset, and a note where they are not the paper's."""
+    names, count = found[0].classes, np.min([a.geometry.count for a in found], axis=0)
     if isinstance(wanted, str):
         most = 10 if wanted == "first 10" else specs.SHOWN
         few = wanted == "all" and len(names) > most
         return tuple(range(min(most, len(names)))), f"Shown: the first {most} of {len(names)} classes." if few else ""
-    found = tuple(names.index(name) for name in wanted if name in names)
-    return (found, "") if found else ((0,), f"{data} has none of {', '.join(wanted)}: {names[0]} is shown.")
+    chosen = tuple(names.index(name) for name in wanted if name in names)
+    if any(count[c] for c in chosen):
+        return chosen, ""
+    most = int(count.argmax())
+    return (most,), f"{data} has no images of {', '.join(wanted)}: {names[most]} is shown."
 
 
 def _document(parts: Sequence[_Part]) -> Document:
     """A document of the chosen classes of all datasets; a row has no numbers for the classes of other datasets."""
     heads = list(dict.fromkeys(row.head for part in parts for row in part.rows))
-    most = max(len(row.runs) for part in parts for row in part.rows)
+    most = max(len(row.seeds) for part in parts for row in part.rows)
     joined = blank("", "compare", heads, range(most), parts[0].rows[0].found[0].multilabel)
     joined["classes"] = [name for part in parts for name in part.names]
     before = 0
@@ -516,8 +514,6 @@ def paper_tables(runs: str | os.PathLike[str]) -> list[Table]:
     ['Table 1', 'Table 2', 'Table 3', 'Table 4', 'Table 5', 'Table 6']
     """
     known = {name: r for name, r in recipes.recipes().items() if r.published}
-    done = {name: finished(Path(runs), name) for name in known}
-    told = {name: labels(r, done[name]) for name, r in known.items()}
     tables = []
     for key, title in _TITLES.items():
         rows_of = [r for r in known.values() if r.table == key]
@@ -527,24 +523,23 @@ def paper_tables(runs: str | os.PathLike[str]) -> list[Table]:
             header.append("difference")
         rows = []
         for recipe in rows_of:
-            row: list[Cell] = [recipe.name]
-            results = [read_result(run) or {} for run in done[recipe.name]]
-            for m in metrics:
-                published = recipe.published.get(m)
-                ours = (
-                    100 * float(np.mean([r[m] for r in results])) if results and all(m in r for r in results) else None
-                )
-                row += [
-                    None if published is None else Shown(f"{published:.2f}".removesuffix("0"), published),
-                    None if ours is None else Shown(f"{ours:.2f}", ours),
-                ]
-                if len(metrics) == 1:
-                    both = None if ours is None or published is None else ours - published
-                    row.append(None if both is None else Shown(f"{both:+.2f}", both))
-            rows.append((*row, len(results) or None, told[recipe.name]))
+            for told, seeds in (by_label(read_seeds(recipe, Path(runs) / recipe.name)) or {"": []}).items():
+                row: list[Cell] = [recipe.name]
+                for m in metrics:
+                    published = recipe.published.get(m)
+                    mean, difference, *_ = ours(m, published, seeds)
+                    given = None if published is None else Shown(f"{published:.2f}".removesuffix("0"), published)
+                    row += [given, mean, difference][: 2 + (len(metrics) == 1)]
+                rows.append((*row, len(seeds) or None, told))
         tables.append(Table(title, (*header, "seeds", "not the recipe"), tuple(rows)))
-    settings = {name: _setting(done[name]) for name in (*PUBLISHED_SIGNIFICANCE, *_BASES) if done.get(name)}
-    return [*tables, _significance(settings, told), _correlations(settings, told)]
+    chosen = {name: _chosen(known[name], Path(runs)) for name in (*PUBLISHED_SIGNIFICANCE, *_BASES)}
+    settings = {name: _setting([one.run for one in seeds]) for name, (seeds, _) in chosen.items() if seeds}
+    labels = {name: seeds[0].label for name, (seeds, _) in chosen.items() if seeds}
+    left = [note for _, note in chosen.values() if note]
+    return [
+        *tables,
+        *(_with_note(one, left) for one in (_significance(settings, labels), _correlations(settings, labels))),
+    ]
 
 
 def _setting(runs: Sequence[Path]) -> dict[str, np.ndarray]:
