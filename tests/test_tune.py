@@ -71,6 +71,18 @@ def test_what_tuning_was_worth_is_the_difference_on_the_test_set(tuned):
     assert [row[:2] for row in sensitivity.rows] == [(key, name) for key in SPACE for name in HEADS]
 
 
+def test_absent_and_diverged_defaults_are_told_apart():
+    def rows(**untuned):
+        heads = {h: {"chosen": {"lr": 1.0} if h != "a" else {}, "untuned": v} for h, v in untuned.items()}
+        values = {h: {"values": [5.0, 7.0]} for h in heads}
+        table = summary._worth({"metrics": {"error": values}}, {"measure": "error", "heads": heads})
+        return None if table is None else {row[0]: row[1] for row in table.rows}
+
+    told = rows(a=[5.0, 7.0], b=[], c=[8.0, None], d=[9.0, 9.5])
+    assert (told["b"], told["c"]) == ("not trained", "1 of 2 diverged") and "9.25" in told["d"]
+    assert rows(a=[5.0, 7.0], b=[]) is None and rows(a=[5.0, 7.0])["a"] != "not trained"
+
+
 def test_sweeps_change_one_key(tuned):
     out, found = tuned
     for head in found["tuning"]["heads"].values():
@@ -97,6 +109,31 @@ def test_a_finished_tuning_trains_nothing(tuned, monkeypatch):
     out, found = tuned
     monkeypatch.setattr(workers, "train", lambda *_, **__: pytest.fail("it trained"))
     assert tune.tune(BASE, HEADS, 3, out, trials=4, space=SPACE, jobs=1) == found
+
+
+def test_the_time_left_is_that_of_all_stages(tuned, monkeypatch):
+    out, _ = tuned
+    plan = tune.Tuning(BASE, HEADS, 3, out, trials=4, space=SPACE)
+    train, stages, seen = workers.Workers.run, [], set()
+
+    def watched(self, tasks, stage="", later=0):
+        seen.update(task.out for task in tasks)
+        stages.append((stage, len(seen) + later))
+        train(self, tasks, stage, later)
+
+    monkeypatch.setattr(workers.Workers, "run", watched)
+    plan.run(jobs=1)
+    assert [count for _, count in stages[:-1]] == [plan.planned(4)] * 4 and len(seen) <= plan.planned(4)
+    task = workers.Task(BASE, out, None)
+    left = {}
+    for later in (0, 3):
+        events = []
+        tally = workers._Tally([task], [task], events.append, later)
+        monkeypatch.setattr(workers.time, "monotonic", iter([0.0, 0.001, 10.0]).__next__)
+        for done in (0.25, 0.5):
+            tally.step(task, {"event": "step", "done": done})
+        left[later] = events[-1]["all_left"]
+    assert left[3] == pytest.approx(left[0] * 3.5 / 0.5)
 
 
 @pytest.mark.slow

@@ -11,21 +11,24 @@ An event is a dictionary that can be written as JSON.  Its keys:
     waiting  runs (that other processes train)
 
 The steps and ends of several runs also say how far all of them are: finished, runs, and all_left in seconds, which is
-None until there is an estimate.  `stage` names the part of a tuning.
+None until there is an estimate.  `stage` names the part of a tuning, whose all_left includes the parts after it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import shutil
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TextIO
 
 from .messages import plural
 
-__all__ = ["Event", "Json", "Lines", "Live", "text"]
+__all__ = ["Event", "Json", "Lines", "Live", "text", "told_late"]
 
 Event = dict[str, Any]
 OFTEN = 0.1  # seconds between two drawings on a terminal
@@ -113,16 +116,17 @@ class Live:
 
 
 class Lines:
-    """Prints a line about what happens from time to time, for a log.
+    """Prints a line about what happens from time to time, for a log: the first when a run starts, or after ten seconds.
 
     stream: the file
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._last = stream, time.monotonic()
+        self._pauses = {"failed": 0.0, "start": 0.0, "end": SOME_RUNS, "step": SOME_RUNS, "waiting": SOME_STEPS}
 
     def __call__(self, event: Event) -> None:
-        pause = {"failed": 0.0, "end": SOME_RUNS, "step": SOME_STEPS, "waiting": SOME_STEPS}.get(event["event"])
+        pause = self._pauses.get(event["event"])
         if pause is None or time.monotonic() - self._last < pause:
             return
         line = text(event)
@@ -130,6 +134,7 @@ class Lines:
             line += f"  ({_together(event)})"
         print(line, file=self._stream, flush=True)
         self._last = time.monotonic()
+        self._pauses |= {"start": math.inf, "step": SOME_STEPS}
 
     def clear(self) -> None:
         """Nothing: a log keeps its lines."""
@@ -155,3 +160,19 @@ class Json:
 
     def clear(self) -> None:
         """Nothing: lines stay."""
+
+
+@contextlib.contextmanager
+def told_late(tell: Callable[[], None], seconds: float = SOME_RUNS) -> Iterator[None]:
+    """Calls `tell`, in another thread, if the context lasts longer.
+
+    tell: prints a line
+    seconds: how long it may be silent
+    """
+    timer = threading.Timer(seconds, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -205,24 +205,23 @@ def _chosen(told: Mapping[str, Any]) -> Table:
 
 
 def _worth(summary: Mapping[str, Any], told: Mapping[str, Any]) -> Table | None:
-    """Tuned minus default on the test set, paired by seed."""
+    """Tuned minus default on the test set, paired by seed; None if the defaults did not meet it."""
     rows = []
     for name, head in told["heads"].items():
-        tuned, untuned = (np.array(v) for v in (summary["metrics"][told["measure"]][name]["values"], head["untuned"]))
-        if len(tuned) < 2 or not any(of["untuned"] for of in told["heads"].values()):
+        tuned, untuned = summary["metrics"][told["measure"]][name]["values"], head["untuned"]
+        if len(tuned) < 2:
             return None
-        if len(untuned) < len(tuned):
-            lost = f"{len(tuned) - len(untuned)} of {len(tuned)} diverged"
-            rows.append((name, lost, plus_minus(float(tuned.mean()), float(tuned.std(ddof=1))), None, None, None))
-            continue
-        test = asdict(significance.paired(untuned, tuned))
-        rows.append(
-            (
-                name,
-                *(plus_minus(float(v.mean()), float(v.std(ddof=1))) for v in (untuned, tuned)),
-                *paired_cells(test)[:3],
-            )
-        )
+        shown = [_mean_of({"values": values}) for values in (untuned, tuned)]
+        if not untuned:
+            rows.append((name, "not trained", shown[1], None, None, None))
+        elif lost := untuned.count(None):
+            rows.append((name, f"{lost} of {len(untuned)} diverged", shown[1], None, None, None))
+        else:
+            test = asdict(significance.paired(np.array(untuned), np.array(tuned)))
+            rows.append((name, *shown, *paired_cells(test)[:3]))
+    changed = [head for head in told["heads"].values() if head["chosen"]]
+    if changed and not any(head["untuned"] for head in changed):
+        return None
     title = f"What tuning was worth: {measures.find(told['measure']).title} on the test set"
     return Table(title, ("", "default", "tuned", *PAIRED[:3]), tuple(rows))
 

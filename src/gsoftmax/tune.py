@@ -21,10 +21,10 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,9 +36,9 @@ from .files import atomic_write, locked, read_json
 from .progress import Event
 from .runs import folder_name, keep_metrics, read_result
 from .summary import summarise
-from .workers import Task, Workers
+from .workers import DIVERGED, Task, Workers
 
-__all__ = ["Domain", "Tuning", "default_space", "parse_space", "tune"]
+__all__ = ["Chosen", "Domain", "Trial", "Tuning", "default_space", "halving", "parse_space", "tune"]
 
 FIRST_SEED = 1_000_000  # of the trials: a comparison's own seeds are below it
 ROUNDS = 3  # of successive halving: 1, 2 and 4 seeds
@@ -128,7 +128,7 @@ def default_space(base: Config) -> dict[str, Domain]:
 
 
 @dataclass
-class _Trial:
+class Trial:
     """One setting of one head."""
 
     index: int
@@ -136,11 +136,32 @@ class _Trial:
     config: Config
     folder: Path
     values: list[float]  # the headline measure on the validation split, of each seed; worst possible if it diverged
-    diverged: int = 0
 
     @property
     def mean(self) -> float:
         return float(np.mean(self.values))
+
+
+class Chosen(NamedTuple):
+    """What tuning found for every head."""
+
+    best: dict[str, Trial]
+    sweeps: dict[str, dict[str, list[Trial]]]  # by swept key
+
+
+def halving(trials: int) -> int:
+    """Number of runs of successive halving.
+
+    trials: of one head
+
+    >>> halving(8)  # 8, 4 of them again, and 2 of those twice more
+    16
+    """
+    kept, total = trials, trials
+    for done in range(1, ROUNDS):
+        kept = -(-kept // 2)
+        total += kept * 2 ** (done - 1)
+    return total
 
 
 class Tuning:
@@ -205,10 +226,11 @@ class Tuning:
         self.validation = validation | {"evaluate_on": "val", "train_geometry": False, "ood": None}
         self.trials = {name: self._draw(name, trials) for name in self.defaults}
         self._check_folder(trials)
+        self._passed: set[Path] = set()  # runs of the stages so far
         everything = {f"{name} trial {t.index}": t.config for name, found in self.trials.items() for t in found}
         Comparison(everything, [FIRST_SEED], out, data_root)  # raises for a setting that cannot be built
 
-    def _draw(self, name: str, trials: int) -> list[_Trial]:
+    def _draw(self, name: str, trials: int) -> list[Trial]:
         """The default setting, then points of the space."""
         points: list[dict[str, Any]] = [{}]
         for keys, seed in ((self.space, 0), (self.own[name], 1)):
@@ -219,7 +241,7 @@ class Tuning:
                 points = [{}, *({**a, **b} for a, b in zip(points[1:] or [{}] * len(new), new, strict=True))]
         base, folder = self.defaults[name], self.out / "tuning" / folder_name(name)
         return [
-            _Trial(i, point, base.override(point | self.validation), folder / f"trial-{i}", [])
+            Trial(i, point, base.override(point | self.validation), folder / f"trial-{i}", [])
             for i, point in enumerate(points)
         ]
 
@@ -239,12 +261,8 @@ class Tuning:
 
     def planned(self, trials: int) -> int:
         """Number of runs of a tuned comparison, at most: trials, sweeps, chosen settings and defaults."""
-        kept, total = trials, trials
-        for done in range(1, ROUNDS):
-            kept = -(-kept // 2)
-            total += kept * 2 ** (done - 1)
-        total += SWEEP_SEEDS * sum(map(len, self.swept.values()))
-        return len(self.defaults) * (total + (1 + self.untuned) * len(self.comparison.seeds))
+        swept = SWEEP_SEEDS * sum(map(len, self.swept.values()))
+        return len(self.defaults) * (halving(trials) + swept + (1 + self.untuned) * len(self.comparison.seeds))
 
     def run(self, jobs: int | None = None, progress: Callable[[Event], None] | None = None) -> dict[str, Any]:
         """Trains what is not done yet and returns the summary, with what was tuned under `tuning`.
@@ -252,35 +270,42 @@ class Tuning:
         jobs, progress: as in `Comparison.run`
         """
         with locked(self.out / "tuning"), Workers(jobs, progress) as workers:
-            atomic_write(self.out / PLAN, json.dumps(self.plan, indent=2))
-            asked = len(next(iter(self.trials.values())))
-            self._fit_budget(workers)
-            kept = {name: list(found) for name, found in self.trials.items()}
-            for number in range(ROUNDS):
-                if number:
-                    kept = {name: self._better_half(found) for name, found in kept.items()}
-                self._evaluate(kept, 2**number, workers, f"tuning, round {number + 1} of {ROUNDS}")
-            best = {name: self._ranked(found)[0] for name, found in kept.items()}
-            sweeps = {name: self._sweeps(name, trial) for name, trial in best.items()}
-            if any(sweeps.values()):
-                flat = {name: [t for _, t in found] for name, found in sweeps.items()}
-                self._evaluate(flat, SWEEP_SEEDS, workers, "sweep")
+            chosen = self.choose(workers)
             self.comparison.write_plan()
-            workers.run(self._finalists(best), "chosen settings")
+            workers.run(self.finalists(chosen), "chosen settings")
             heads, seeds = list(self.defaults), self.comparison.seeds
-            summary = summarise(self.out, heads, seeds, {"tuning": self._told(best, sweeps, asked)})
+            summary = summarise(self.out, heads, seeds, {"tuning": self.told(chosen)})
             atomic_write(self.out / "tuning.json", json.dumps(summary["tuning"], indent=2))
             return summary
 
-    def _sweeps(self, name: str, best: _Trial) -> list[tuple[str, _Trial]]:
+    def choose(self, workers: Workers) -> Chosen:
+        """Trains the trials and the sweeps that are not done yet.
+
+        workers: that train them
+        """
+        atomic_write(self.out / PLAN, json.dumps(self.plan, indent=2))
+        self._fit_budget(workers)
+        kept = {name: list(found) for name, found in self.trials.items()}
+        for number in range(ROUNDS):
+            if number:
+                kept = {name: self._better_half(found) for name, found in kept.items()}
+            self._evaluate(kept, 2**number, workers, f"tuning, round {number + 1} of {ROUNDS}")
+        best = {name: self._ranked(found)[0] for name, found in kept.items()}
+        sweeps = {name: self._sweeps(name, trial) for name, trial in best.items()}
+        if any(sweeps.values()):
+            flat = {name: [t for of in found.values() for t in of] for name, found in sweeps.items()}
+            self._evaluate(flat, SWEEP_SEEDS, workers, "sweep")
+        return Chosen(best, sweeps)
+
+    def _sweeps(self, name: str, best: Trial) -> dict[str, list[Trial]]:
         """The chosen setting with one shared key changed, for every swept key."""
-        found = []
+        found: dict[str, list[Trial]] = {}
         for key, values in self.swept.items():
             for i, value in enumerate(values):
                 settings = {**best.settings, key: value}
                 config = self.defaults[name].override(settings | self.validation)
                 folder = self.out / "tuning" / folder_name(name) / f"sweep-{folder_name(key)}-{i}"
-                found.append((key, _Trial(i, settings, config, folder, [])))
+                found.setdefault(key, []).append(Trial(i, settings, config, folder, []))
         return found
 
     def _fit_budget(self, workers: Workers) -> None:
@@ -303,7 +328,7 @@ class Tuning:
             atomic_write(path, json.dumps({"trials": allowed, "minutes": self.minutes, "seconds per run": each}))
         self.trials = {name: found[:allowed] for name, found in self.trials.items()}
 
-    def _evaluate(self, kept: Mapping[str, Sequence[_Trial]], seeds: int, workers: Workers, stage: str) -> None:
+    def _evaluate(self, kept: Mapping[str, Sequence[Trial]], seeds: int, workers: Workers, stage: str) -> None:
         """Trains trials with the first `seeds` seeds and reads their results."""
         most = max(map(len, kept.values()))
         tasks = [  # trials outermost, so that heads advance alike
@@ -313,70 +338,81 @@ class Tuning:
             for t in found[i : i + 1]
             for k in range(seeds)
         ]
-        workers.run(tasks, stage)
-        worst = math.inf if self.measure.smaller_is_better else -math.inf
+        self._passed |= {task.out for task in tasks}
+        workers.run(tasks, stage, self.planned(len(next(iter(self.trials.values())))) - len(self._passed))
         for found in kept.values():
             for t in found:
-                results = [read_result(t.folder / f"seed-{FIRST_SEED + k}") for k in range(seeds)]
-                t.values = [worst if r is None else self.measure.scale * r[self.measure.key] for r in results]
-                t.diverged = results.count(None)
-                for k in range(seeds):
-                    keep_metrics(t.folder / f"seed-{FIRST_SEED + k}")
+                runs = [t.folder / f"seed-{FIRST_SEED + k}" for k in range(seeds)]
+                t.values = [score for run in runs if (score := self._score(run)) is not None]
+                for run in runs:
+                    keep_metrics(run)
 
-    def _ranked(self, trials: Sequence[_Trial]) -> list[_Trial]:
+    def _score(self, run: Path) -> float | None:
+        """The headline measure of a run, the worst possible if it diverged; None for a run that is not finished."""
+        result = read_result(run)
+        if result is not None:
+            return self.measure.scale * float(result[self.measure.key])
+        worst = math.inf if self.measure.smaller_is_better else -math.inf
+        return worst if (run / DIVERGED).exists() else None
+
+    def _ranked(self, trials: Sequence[Trial]) -> list[Trial]:
         sign = 1 if self.measure.smaller_is_better else -1
         return sorted(trials, key=lambda t: (sign * t.mean, t.index))
 
-    def _better_half(self, trials: Sequence[_Trial]) -> list[_Trial]:
+    def _better_half(self, trials: Sequence[Trial]) -> list[Trial]:
         return self._ranked(trials)[: -(-len(trials) // 2)]
 
-    def _finalists(self, best: Mapping[str, _Trial]) -> list[Task]:
-        """The chosen settings, and the defaults where they are others, on the seeds of the comparison."""
+    def finalists(self, chosen: Chosen) -> list[Task]:
+        """The chosen settings, and the defaults where they are others, on the seeds of the comparison.
+
+        chosen: as `choose` returned it
+        """
         tasks = []
         for seed in self.comparison.seeds:
-            for name, trial in best.items():
+            for name, trial in chosen.best.items():
                 config = self.defaults[name].override({"seed": seed})
-                chosen = self.out / folder_name(name) / f"seed-{seed}"
-                tasks.append(Task(config.override(trial.settings), chosen, self.data_root))
+                folder = self.out / folder_name(name) / f"seed-{seed}"
+                tasks.append(Task(config.override(trial.settings), folder, self.data_root))
                 if trial.index and self.untuned:
                     untuned = self.out / "untuned" / folder_name(name) / f"seed-{seed}"
                     tasks.append(Task(config, untuned, self.data_root, may_diverge=True))
         return tasks
 
-    def _told(
-        self, best: Mapping[str, _Trial], sweeps: Mapping[str, Sequence[tuple[str, _Trial]]], asked: int
-    ) -> dict[str, Any]:
-        """The result of the tuning as plain numbers."""
+    def told(self, chosen: Chosen) -> dict[str, Any]:
+        """The result of the tuning as plain numbers.
+
+        chosen: as `choose` returned it
+        """
         told: dict[str, Any] = {
             "measure": self.measure.key,
             "space": {key: domain.text for key, domain in self.space.items()},
             "scales": {key: domain.scale for key, domain in self.space.items()},
             "trials": len(next(iter(self.trials.values()))),
-            "asked": asked,
+            "asked": self.plan["trials"],
             "validation": "val"
             if "val_fraction" not in self.validation
             else f"{VAL_FRACTION:.0%} of the training split",
             "heads": {},
         }
-        for name, trial in best.items():
+        for name, trial in chosen.best.items():
             folder = self.out / ("untuned" if trial.index else "") / folder_name(name)
-            results = [read_result(folder / f"seed-{s}") for s in self.comparison.seeds]
+            defaults = [self._score(folder / f"seed-{s}") for s in self.comparison.seeds]
             told["heads"][name] = {
                 "default": {key: getattr(self.defaults[name], key, None) for key in self.space},
                 "chosen": trial.settings,
                 "own": {key: domain.text for key, domain in self.own[name].items()},
-                "untuned": [self.measure.scale * r[self.measure.key] for r in results if r is not None],
-                "trials": [{"settings": t.settings, "values": _numbers(t)} for t in self.trials[name]],
+                "untuned": _numbers(v for v in defaults if v is not None),
+                "trials": [{"settings": t.settings, "values": _numbers(t.values)} for t in self.trials[name]],
                 "sweeps": {
-                    key: [{"value": t.settings[key], "values": _numbers(t)} for k, t in sweeps[name] if k == key]
-                    for key in dict.fromkeys(k for k, _ in sweeps[name])
+                    key: [{"value": t.settings[key], "values": _numbers(t.values)} for t in found]
+                    for key, found in chosen.sweeps[name].items()
                 },
             }
         return told
 
 
-def _numbers(trial: _Trial) -> list[float | None]:
-    return [v if math.isfinite(v) else None for v in trial.values]
+def _numbers(values: Iterable[float]) -> list[float | None]:
+    return [v if math.isfinite(v) else None for v in values]
 
 
 def tune(

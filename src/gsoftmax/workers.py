@@ -189,7 +189,10 @@ def locked_when_free(folder: Path) -> Iterator[None]:
 class _Tally:
     """How far the tasks are; tells it with every event."""
 
-    def __init__(self, tasks: Sequence[Task], todo: Sequence[Task], progress: Progress | None) -> None:
+    def __init__(
+        self, tasks: Sequence[Task], todo: Sequence[Task], progress: Progress | None, later: int = 0
+    ) -> None:
+        self.later = later
         self.total, self.finished, self._progress = len(tasks), len(tasks) - len(todo), progress
         self.reasons: list[str] = []
         self.traces: list[str] = []
@@ -225,7 +228,7 @@ class _Tally:
     def _so_far(self) -> Event:
         """`all_left` assumes that the rest goes on as what was trained since the start."""
         trained = sum(now - first for first, now in self._at.values())
-        rest = sum(1 - now for _, now in self._at.values())
+        rest = sum(1 - now for _, now in self._at.values()) + self.later
         spent = time.monotonic() - self._start if self._start else 0.0
         left = spent / trained * rest if trained > 0 and spent > 1 else None
         return {"finished": self.finished, "runs": self.total, "all_left": left}
@@ -315,17 +318,18 @@ class Workers:
     def __exit__(self, *_: object) -> None:
         self._end()
 
-    def run(self, tasks: Sequence[Task], stage: str = "") -> None:
+    def run(self, tasks: Sequence[Task], stage: str = "", later: int = 0) -> None:
         """Trains the tasks that are not finished yet; raises `Failed` at the end if some failed.
 
         tasks: a finished one with another configuration in its folder is an error before anything runs
         stage: what the tasks are for, told with every event
+        later: runs of the stages after this one, part of the time that is left
         """
         todo = [task for task in tasks if not is_done(task)]
         told = self.progress
         if told is not None and stage:
             told = lambda event, tell=told: tell(event | {"stage": stage})  # noqa: E731
-        tally = _Tally(tasks, todo, told)
+        tally = _Tally(tasks, todo, told, later)
         if not todo:
             return
         for task in {task.config.data: task for task in todo}.values():
