@@ -7,11 +7,15 @@ A cell is a command that is started, hit at a moment, and watched.  Its processe
 a second signal), its status is 128 + n, one line says how to go on, and the same command, run again, ends with the bits
 of a run that nobody disturbed.  Moments are read from the files of the runs.  The commands are forked from this
 process, which has imported torch already; the workers of a comparison are real ones.  Linux only: it reads /proc.
+
+Before two signals the command is kept busy, or it would have ended at the second one: workers are stopped, so that they
+do not answer, and where there are none the main thread is inside a call of a library, which no signal interrupts.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import random
@@ -27,6 +31,7 @@ from pathlib import Path
 import torch
 
 from gsoftmax import build, cli, compare, report, runs, train
+from gsoftmax.report import page
 
 SIGNALS = {"INT": signal.SIGINT, "TERM": signal.SIGTERM, "HUP": signal.SIGHUP}
 MOMENTS = ("loading", "training", "checkpoint", "evaluating", "report")
@@ -40,6 +45,7 @@ COMMANDS = {
 PATIENCE = 120.0  # seconds until the moment comes
 LIMIT, AT_ONCE = 10.0, 2.0  # seconds after one signal, and after the second
 AGAIN = 0.7  # seconds between the two
+CALL = 100_000_000  # rounds of a hash: a call of a library that takes longer than all of this
 
 
 @dataclass
@@ -53,6 +59,7 @@ class Cell:
     status: int | None = None  # as a shell shows it
     seconds: float = 0.0  # from the last signal to the end of the last process
     orphans: int = 0
+    busy: bool | None = None  # whether the target was still there at the second signal
     line: str = ""  # what was said last
     same: bool = False  # whether the same command ended with the same bits
     wrong: str = ""  # what should not have happened
@@ -86,6 +93,7 @@ class Program:
         os.setsid()
         for number in SIGNALS.values():
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(signal.SIGUSR1, lambda *_: hashlib.pbkdf2_hmac("sha256", b"", b"", CALL))
         with open(said, "wb", 0) as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
@@ -97,6 +105,13 @@ class Program:
             sys.stdout.flush()
         finally:
             os._exit(status)
+
+    def keep_busy(self) -> None:
+        """Until a second signal, and longer."""
+        workers = self.workers()
+        for pid in workers or [self.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP if workers else signal.SIGUSR1)
 
     def workers(self) -> list[int]:
         with contextlib.suppress(FileNotFoundError):
@@ -153,15 +168,21 @@ def hit(cell: Cell, folder: Path, expected: dict[str, bytes]) -> None:
             time.sleep(0.001)
         if cell.moment == "loading":  # workers import torch, or the network is made
             time.sleep(random.uniform(0.0, 2.0 if cell.command == "compare" else 0.02))
+        elif cell.moment == "report":
+            time.sleep(random.uniform(0.0, 0.3))
         target = random.choice(program.workers()) if cell.target == "worker" else program.pid
-        for send in range(2 if cell.signal.endswith("2") else 1):
+        twice = cell.signal.endswith("2")
+        if twice:
+            program.keep_busy()
+        for send in range(1 + twice):
             if send:
                 time.sleep(AGAIN)
+                cell.busy = program.pid in alive(program.pid)
             with contextlib.suppress(ProcessLookupError):
                 (os.killpg if cell.target == "group" else os.kill)(target, number)
         start = time.monotonic()
         killed_worker = cell.signal == "KILL" and cell.target == "worker"
-        limit = PATIENCE if killed_worker else AT_ONCE if cell.signal.endswith("2") else LIMIT
+        limit = PATIENCE if killed_worker else AT_ONCE if twice else LIMIT
         while (cell.status is None or alive(program.pid)) and time.monotonic() - start < limit:
             cell.status = program.ended() if cell.status is None else cell.status
             time.sleep(0.005)
@@ -181,6 +202,8 @@ def hit(cell: Cell, folder: Path, expected: dict[str, bytes]) -> None:
             cell.wrong = "the lost run was not reported"
     elif cell.status not in (128 + number, 0) or (cell.status == 0 and cell.moment != "report"):
         cell.wrong = f"status {cell.status}"
+    elif cell.busy is False:
+        cell.wrong = "it had ended before the second signal"
     elif "Traceback" in words:
         cell.wrong = "a traceback"
     elif cell.status and cell.signal != "KILL" and "to continue" not in cell.line:
@@ -220,6 +243,7 @@ def run(todo: list[Cell], told: Callable[[Cell], None] = lambda cell: None) -> l
     torch.set_num_threads(1)
     for module in (build, compare, report, train, runs):  # imported before the forks
         assert module
+    page.vega()  # bundles JavaScript for over a second, and keeps Python's lock, without which no thread ends a process
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         expected = {name: undisturbed(name, folder / name) for name in {cell.command for cell in todo}}

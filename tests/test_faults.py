@@ -22,7 +22,7 @@ import torch
 from processes import one_thread  # noqa: F401
 from safetensors.torch import load_file, save_file
 
-from gsoftmax import build, compare, data, distributed, evaluation, runs, stopping, summary, train, workers
+from gsoftmax import build, compare, data, distributed, evaluation, report, runs, stopping, summary, train, workers
 from gsoftmax.cli import main
 from gsoftmax.config import Config
 from gsoftmax.heads import HEADS
@@ -321,6 +321,23 @@ def _kill_first_worker(progress_file):
         print(error)
 
 
+def test_a_claim_that_another_process_removes_is_taken(tmp_path, monkeypatch):
+    """It is there for mkdir, and gone a moment later: its owner has finished the run."""
+    task, mkdir = workers.Task(QUICK, tmp_path / "run", None), os.mkdir
+
+    def occupied(path, *rest, **more):
+        if os.path.basename(path) == workers.TAKEN:
+            raise FileExistsError(17, "File exists", str(path))
+        mkdir(path, *rest, **more)
+
+    monkeypatch.setattr(os, "mkdir", occupied)
+    assert workers.attempt(task, Mock()) == "taken"
+    monkeypatch.undo()
+    (tmp_path / "run" / workers.TAKEN).symlink_to(tmp_path / "nowhere")
+    with pytest.raises(OSError, match="is a link to another folder"):
+        workers.attempt(task, Mock())
+
+
 def test_a_killed_worker_costs_one_run(tmp_path):
     (tmp_path / "cwd").mkdir()
     done = processes.Program(_kill_first_worker, "killed", cwd=tmp_path / "cwd").wait()
@@ -431,6 +448,26 @@ def test_comparisons_keep_what_is_done(tmp_path, monkeypatch):
     assert len(calls) == 5
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert len(summary["metrics"]["error"]["gsoftmax"]["values"]) == 2
+
+
+@pytest.mark.parametrize("imported", ["gsoftmax.messages", "gsoftmax.cli"])
+def test_ctrl_c_while_a_command_starts_is_no_traceback(imported, tmp_path):
+    """While modules are imported, and while the options are parsed."""
+    argv = [sys.executable, "-X", "importtime", "-m", "gsoftmax", "train", "digits", "--out", "run"]
+    with subprocess.Popen(argv, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as command:
+        said = [next(line for line in command.stderr if line.split()[-1] == imported)]
+        command.send_signal(signal.SIGINT)
+        said += command.stderr
+    assert command.returncode in (-signal.SIGINT, 128 + signal.SIGINT), "".join(said)
+    assert "Traceback" not in "".join(said) and not (tmp_path / "run").exists()
+
+
+def test_the_page_of_a_comparison_is_interrupted_with_all_runs_kept(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(report, "write_page", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    argv = ["compare", "digits", "--heads", "softmax", "--seeds", "1", "--jobs", "1", "epochs=1", "train_fraction=0.3"]
+    assert main([*argv, "--out", str(tmp_path / "out")]) == 128 + signal.SIGTERM
+    words = "stopped while the report was being made; all finished runs are kept; run the same command again"
+    assert capsys.readouterr().err.endswith(f"gsoftmax: {words} to continue\n")
 
 
 # -------------------------------------------------------------------------- other data, another head, another folder
@@ -617,11 +654,15 @@ def test_sixteen_processes_share_a_folder_and_two_are_killed(tmp_path):
     """Every run is trained to its end once, by one of them."""
     cwd = tmp_path / "cwd"
     cwd.mkdir()
+    finished = "out/*softmax/*/outputs.safetensors"  # not */*: that would look into folders that vanish
     programs = [processes.Program(processes.gsoftmax, *SHARED, cwd=cwd) for _ in range(16)]
-    for count, program in zip((8, 24), programs, strict=False):  # in the middle of something
-        _wait_for(lambda count=count: len(list(cwd.glob("out/*/*/outputs.safetensors"))) > count, 600)
-        program.process.kill()
-    done = [program.wait() for program in programs]
+    try:
+        for count, program in zip((8, 24), programs, strict=False):  # in the middle of something
+            _wait_for(lambda count=count: len(list(cwd.glob(finished))) > count, 600)
+            program.process.kill()
+        done = [program.wait() for program in programs]
+    finally:
+        _kill(*(program.process.pid for program in programs if program.process.is_alive()))
     assert [d.returncode for d in done] == [-signal.SIGKILL] * 2 + [0] * 14, [d.stderr[-300:] for d in done]
     ends = [json.loads(line) for d in done for line in d.stdout.splitlines() if line.startswith('{"event": "end"')]
     trained = [end["run"] for end in ends if end["trained"]]

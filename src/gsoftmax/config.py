@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import Any
 
 from .messages import unknown
 
-__all__ = ["Config", "parse_head", "parse_value"]
+__all__ = ["Config", "parse_head", "parse_value", "world_size"]
 
 SCHEDULES = ("constant", "linspace", "logspace", "staircase", "malleable")
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -224,6 +225,14 @@ def parse_head(text: str) -> tuple[str, dict[str, Any]]:
             raise ValueError(f"head {match[1]!r} takes options as option=value, got {item!r}")
         options[key] = parse_value(value)
     return match[1], options
+
+
+def world_size() -> int:
+    """The number of processes of the run: the variable WORLD_SIZE, which torchrun sets."""
+    text = os.environ.get("WORLD_SIZE") or "1"
+    if not (text.isdecimal() and int(text)):
+        raise ValueError(f"the environment variable WORLD_SIZE must be a positive whole number, got {text!r}")
+    return int(text)
 
 
 def parse_value(text: str) -> Any:

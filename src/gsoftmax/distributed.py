@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from .config import world_size
 from .messages import first_line
 from .stopping import Requests
 
@@ -78,7 +79,7 @@ def joined(device: torch.device) -> Iterator[World]:
     if dist.is_available() and dist.is_initialized():
         yield World(dist.get_rank(), dist.get_world_size())
         return
-    size = int(os.environ.get("WORLD_SIZE") or 1) if os.environ.get("RANK") else 1
+    size = world_size() if os.environ.get("RANK") else 1
     if size == 1 or not dist.is_available():
         yield ALONE
         return

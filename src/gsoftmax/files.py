@@ -196,7 +196,9 @@ def locked(folder: Path) -> Iterator[None]:
     Traceback (most recent call last):
     BlockingIOError: ... is in use by process ...
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):  # exist_ok would fail if another process removed the folder just then
+        folder.mkdir()
     try:
         import fcntl
     except ImportError:  # no such locks on this system

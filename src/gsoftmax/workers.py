@@ -28,7 +28,7 @@ import torch
 
 from . import build, measures, messages, stopping
 from .config import Config
-from .files import atomic_write, locked
+from .files import atomic_write, locked, refuse_link
 from .progress import Event
 from .runs import differences, read_config, read_result
 from .stopping import Requests, Stopped
@@ -128,6 +128,7 @@ def attempt(task: Task, progress: Progress, stop: Callable[[], int] | None = Non
     progress, stop: as in `gsoftmax.train.train`
     """
     claim = task.out / TAKEN
+    refuse_link(claim)
     with contextlib.ExitStack() as stack:
         try:
             stack.callback(_remove, claim)  # after the lock is gone
