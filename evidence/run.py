@@ -30,6 +30,7 @@ from gsoftmax.config import Config
 
 HERE = Path(__file__).parent
 ROWS = HERE.parent / "results" / "evidence"
+PROVENANCE = ("gsoftmax", "torch", "python", "processor", "gpu")  # of a row
 
 
 @dataclass(frozen=True)
@@ -117,12 +118,11 @@ def rounded(value: float) -> float:
 def where(run: Path | None = None) -> dict[str, Any]:
     """What a row was measured on: this machine, or that of a finished run."""
     found = runs.environment() if run is None else runs.read_environment(run)
-    commit = os.environ.get("COMMIT")
+    commit = found.get("commit") or os.environ.get("COMMIT")
     if commit is None:
         done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True)
         commit = done.stdout.strip() or "unknown"
-    keys = ("gsoftmax", "torch", "python", "processor", "gpu")
-    return {k: found[k] for k in keys} | {"commit": commit}
+    return {k: found[k] for k in PROVENANCE} | {"commit": commit}
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import scipy.stats
 import torch
 
 from evidence import answers, cost, figures, heads, pages, prepare, run, tables, tuned
-from gsoftmax import data, measures, tune
+from gsoftmax import data, measures, runs, tune, workers
 from gsoftmax.config import Config
 
 
@@ -76,6 +76,70 @@ def test_tuned_studies_are_declared_whole():
         assert isinstance(study.config({}), Config) and tune.parse_space(study.space) and study.seeds >= 10, name
         assert {head for q in study.questions for head in (q.head, q.against)} <= set(study.heads), name
         assert set(study.more) <= set(study.heads) and len(study.questions) <= 2
+
+
+@pytest.mark.parametrize("name", ["tiny", "noise"])
+def test_committed_trials_are_not_trained_again(name, tmp_path):
+    x, y = np.zeros((20, 32, 32, 3), "uint8"), np.arange(20) % 2
+    np.savez(tmp_path / "other.npz", x_train=x, y_train=y, x_test=x, y_test=y)  # the settings are what is restored
+    study, other = tuned.studies()[name], f"npz:{tmp_path / 'other.npz'}"
+    plan = study.tuning({"tiny-imagenet": other, "cifar10": other}, tmp_path)
+    tuned.restore_trials(study, plan)
+    rows = run.read_rows(f"{name}-trials", tuned.TUNED)
+    assert len([*tmp_path.rglob("config.json")]) == len(rows) > 30
+    for row in rows[::7]:
+        trial = plan.trials[study.heads[row["setting"]]][row["trial"]]
+        task = workers.Task(trial.config.override({"seed": row["seed"]}), trial.folder / f"seed-{row['seed']}", None)
+        assert workers.is_done(task) and runs.read_result(task.out)["error"] == row["error"]
+        assert run.where(task.out)["commit"] == row["commit"]
+
+
+@pytest.mark.slow
+def test_a_tuned_study_continues_from_its_committed_files(tmp_path, monkeypatch):
+    changes = {"epochs": 1, "train_fraction": 0.2, "device": "cpu"}
+    question = tuned.Question("gsoftmax", "softmax", "error", "z", "?")
+    study = tuned.TunedStudy("s", "", [question], "digits", changes, {"softmax": "softmax", "gsoftmax": "gsoftmax"},
+                             "lr=0.3|0.4", 2, 2, more={"softmax": 3},
+                             tested={"evaluate_on": "val", "val_fraction": 0.3})  # fmt: skip
+    monkeypatch.setattr(tuned, "studies", lambda: {"s": study})
+    monkeypatch.setattr(tuned, "TUNED", tmp_path / "rows")
+    (tmp_path / "rows").mkdir()
+    train, trained = workers.train, []
+
+    def counted(config, *words, **options):
+        trained.append(config)
+        return train(config, *words, **options)
+
+    monkeypatch.setattr(workers, "train", counted)
+
+    def again(name, minutes):
+        trained.clear()
+        tuned.train(["s"], {}, tmp_path / name, 1, minutes)
+        return sorted((c.head, c.seed) for c in trained)
+
+    assert len(again("a", 0)) == 2 * (tune.halving(2) + 2 * tune.SWEEP_SEEDS) and not run.read_rows(
+        "s", tmp_path / "rows"
+    )
+    found = again("b", 1)  # an empty folder: sweeps and the runs on the test set, no trial
+    assert sum(seed >= tune.FIRST_SEED for _, seed in found) == 2 * 2 * tune.SWEEP_SEEDS
+    finalists = [c for c in trained if c.seed < tune.FIRST_SEED]
+    assert {(c.head, c.seed) for c in finalists} == {("softmax", 2), *((h, s) for h in study.heads for s in range(2))}
+    assert {(c.evaluate_on, c.val_fraction) for c in finalists} == {("val", 0.3)} and not (
+        tmp_path / "rows" / "s-trials.jsonl"
+    ).exists()
+    rows = run.read_rows("s", tmp_path / "rows")
+    assert [0 < row["test_split"]["error"] < 1 for row in rows if row["seed"] < 2] == [True] * 4
+    assert "test_split" not in rows[2] and "test_split" in rows[3]
+    (tmp_path / "rows" / "s.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
+    assert again("c", 0) == [] and run.read_rows("s", tmp_path / "rows") == rows[1:]
+    assert again("d", 1) == [("softmax", 0)]
+    found = run.read_rows("s", tmp_path / "rows")
+    assert [row["metrics"]["error"] for row in found] == [row["metrics"]["error"] for row in rows]
+    told = tuned.read("s")[0]
+    told["heads"]["softmax"]["chosen"] = {"lr": 7.0}
+    (tmp_path / "rows" / "s.json").write_text(json.dumps(told))
+    with pytest.raises(ValueError, match="softmax has chosen another setting than in its rows"):
+        again("e", 1)
 
 
 def test_committed_trials_are_the_same_for_every_head():
