@@ -10,12 +10,12 @@ import pytest
 import scipy.stats
 from processes import one_thread  # noqa: F401
 
-from gsoftmax import recipes, reproduce, runs
+from gsoftmax import recipes, report, reproduce, runs
 from gsoftmax.cli import main
 from gsoftmax.compare import of_heads, of_rows
 from gsoftmax.config import Config
 from gsoftmax.data import write_smoke
-from gsoftmax.report import paper_tables
+from gsoftmax.summary import differences, means, summarise, verdicts
 from gsoftmax.workers import Task
 
 TINY = ("backbone=wrn-10-1", "epochs=1", "batch_size=16", "train_geometry=false", "--jobs", "1")
@@ -80,10 +80,20 @@ def test_compare_runs_a_family_with_the_options_of_its_rows(what, tmp_path, caps
     monkeypatch.chdir(tmp_path)
     write_smoke("cifar10", "data")
     status, out, err = run(capsys, "compare", what, *TINY, "--seeds", "1", "--data", "data", "--out", "o")
-    assert status == 0 and not err and "softmax, lsoftmax, gsoftmax; 1 seed " in out
+    assert status == 0 and "gsoftmax:" not in err and "softmax, lsoftmax, gsoftmax; 1 seed " in out
     held = {head: runs.read_config(tmp_path / "o" / head / "seed-0") for head in ("softmax", "lsoftmax", "gsoftmax")}
     assert [c.head_options for c in held.values()] == [{}, {"margin": 2}, {"lam": 0.5}]
     assert all(c.weight_decay == 5e-4 and c.backbone == "wrn-10-1" for c in held.values())
+    changed = "changed: backbone=wrn-10-1, batch_size=16, epochs=1, train_geometry=False"
+    told = "Not the paper's recipe: softmax, lsoftmax, gsoftmax (smoke)"
+    assert f"softmax, lsoftmax, gsoftmax ({changed})" in out and out.count(told) == 2  # the table and the verdicts
+    assert told in (tmp_path / "o" / "report.html").read_text("utf-8").replace("&#39;", "'")
+    summary = json.loads((tmp_path / "o" / "summary.json").read_text("utf-8"))
+    assert summary["not_recipe"] == dict.fromkeys(held, "smoke")
+    document = report.from_runs([tmp_path / "o" / "softmax" / "seed-0"])
+    assert "Not the paper's recipe: softmax (smoke)." in document["verdicts"] and told in report.terminal(
+        report.from_runs([tmp_path / "o"])
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,13 +180,34 @@ def test_no_mean_is_over_runs_of_different_configurations(tmp_path, capsys):
         ("10.00", None, 1),
     ]
     assert [line[-1] for line in table.rows] == [*groups]
-    pooled = [line for line in paper_tables(tmp_path)[0].rows if line[0] == row]
+    pooled = [line for line in report.paper_tables(tmp_path)[0].rows if line[0] == row]
     assert [(line[2].text, line[-2], line[-1]) for line in pooled] == [
         (line[3].text, line[8], line[-1]) for line in table.rows
     ]
     words = ["--row", row, "--out", str(tmp_path), "data=digits", "backbone=cnn", "epochs=3", "lr=0.02"]
     status, out, err = run(capsys, "reproduce", "table1", *words)
     assert status == 0 and not err and "10.00" in out and "2.50" not in out and "inside   seeds" in out
+
+
+def test_comparisons_and_reports_say_how_runs_differ_from_their_rows(tmp_path):
+    for head, changes in (("softmax", {}), ("gsoftmax", {"lr": 0.2})):
+        for seed in range(2):
+            config = recipes.find(f"wrn-cifar10-{head}").config({**changes, "seed": seed})
+            finished_run(tmp_path / head / f"seed-{seed}", config, {"error": 0.1 + 0.01 * seed, "seconds": 1.0})
+    found = summarise(tmp_path, ["softmax", "gsoftmax"], [0, 1])
+    told = "Not the paper's recipe: gsoftmax (changed: lr=0.2)."
+    assert found["not_recipe"] == {"gsoftmax": "changed: lr=0.2"} and told in verdicts(found)
+    assert means(found).note == told and all(told in table.note for table in differences(found))
+    (tmp_path / "gsoftmax" / "seed-1" / "config.json").unlink()  # a run of no row
+    assert reproduce.label(tmp_path / "gsoftmax" / "seed-1") == ""
+
+
+def test_a_family_of_one_row_is_no_comparison(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = run(capsys, "compare", "tiny-64")
+    assert status == 2 and not out and err.count("\n") == 1 and not list(tmp_path.iterdir())
+    assert "tiny-64 has one row, tiny-64-softmax: choose more heads, or train that row" in err
+    assert list(of_rows(recipes.family("tiny-64"), ["softmax", "gsoftmax"])) == ["softmax", "gsoftmax"]
 
 
 def test_a_run_of_another_seed_than_asked_for_is_left_out(tmp_path):
@@ -217,7 +248,7 @@ def test_reproduce_never_prints_the_number_of_another_configuration(change, tmp_
 @pytest.mark.parametrize(
     "argv, words",
     [
-        (["table9"], "unknown table 'table9'; tables are table1, table2, table3, table4, figures are figure3"),
+        (["table9"], "unknown table 'table9'; tables are scaled, table1, table2, table3, table4, figures are figure3"),
         (["table1", "--row", "vgg-cifar"], "table1 has no row 'vgg-cifar', did you mean 'vgg-cifar10'"),
         (["table1", "--seeds", "0"], "--seeds must be 1 or more, got 0"),
         (["table1", "--row", "vgg-cifar10", "--shorten", "0"], "shorten must be from 1 to the 300 epochs"),

@@ -31,6 +31,8 @@ __all__ = [
     "find_rows",
     "folder",
     "label",
+    "labels",
+    "not_recipe",
     "ours",
     "read_seeds",
     "rows_of_heads",
@@ -176,6 +178,33 @@ def label(run: Path, recipe: Recipe | None = None) -> str:
     if isinstance(data, dict) and str(data.get("name")).endswith("(smoke)"):
         return "smoke"
     return changed(config, recipe)
+
+
+def labels(runs: Mapping[tuple[str, int], Path]) -> dict[str, str]:
+    """How the runs of each head differ from their rows of the paper, without the heads whose runs do not.
+
+    runs: their folders, by head and seed
+    """
+    found: dict[str, set[str]] = {}
+    for (head, _), run in runs.items():
+        if text := label(run):
+            found.setdefault(head, set()).add(text)
+    return {head: " or ".join(sorted(texts)) for head, texts in found.items()}
+
+
+def not_recipe(summary: Mapping[str, Any]) -> str:
+    """One sentence about runs that are not the paper's rows; empty if there are none.
+
+    summary: of a comparison, or the document of a report, with what `labels` returns under `not_recipe`
+
+    >>> not_recipe({"not_recipe": {"softmax": "changed: lr=0.5", "gsoftmax": "changed: lr=0.5"}})
+    "Not the paper's recipe: softmax, gsoftmax (changed: lr=0.5)."
+    """
+    names: dict[str, list[str]] = {}
+    for head, text in summary.get("not_recipe", {}).items():
+        names.setdefault(text, []).append(head)
+    told = "; ".join(f"{', '.join(heads)} ({text})" for text, heads in names.items())
+    return f"Not the paper's recipe: {told}." if told else ""
 
 
 def best_epoch(run: Path, key: str) -> dict[str, Any]:
