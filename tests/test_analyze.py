@@ -21,7 +21,7 @@ from gsoftmax.analyze import analyze, compare_outputs, mcnemar
 from gsoftmax.functional import gsoftmax
 from gsoftmax.outputs import open_outputs
 from gsoftmax.report import from_outputs
-from gsoftmax.report.tables import over_images
+from gsoftmax.summary import over_images_tables
 
 
 def single(n=400, c=5, seed=0, gap=3.0):
@@ -225,7 +225,7 @@ def test_the_error_of_x_is_that_of_the_outputs_without_their_gaussians(tmp_path)
     assert list(found.images) == ["error", "error_x", "nll"]
     assert found.images["error_x"].difference == 0 != found.images["error"].difference
     assert list(from_outputs(tmp_path / "a.npz", tmp_path / "b.npz")["metrics"])[:2] == ["error", "error_x"]
-    (table,) = over_images(from_outputs(tmp_path / "a.npz", tmp_path / "b.npz"))
+    (table,) = over_images_tables(from_outputs(tmp_path / "a.npz", tmp_path / "b.npz"))
     assert [row[0] for row in table.rows] == ["error, points", "error of x, points", "NLL"]
 
 

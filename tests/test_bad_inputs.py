@@ -149,6 +149,7 @@ VALUES = {
     "compile": "x 5 null",
     "cuda_graphs": "x 5 null",
     "ood": "nosuch 5 true mosaic() npz:nosuch.npz",
+    "recipe": "vgg-cifar10-softmax 5 null",
     "seed": "-1 1.5 x null true 99999999999999999999",
     "deterministic": "x 5 null",
     "device": "nosuch cuda:99 5 null meta",

@@ -393,7 +393,7 @@ def test_many_files_are_read_by_several_processes(room, monkeypatch, lost):
     read, decode = images.read_files, images.decode
     monkeypatch.setattr(images, "read_files", lambda *a: calls.append(a[2]) or read(*a))
     if lost:  # worker processes that die: the parent does the work
-        monkeypatch.setattr(images, "decode", lambda *a: decode(*a) if os.getpid() == parent else os._exit(1))
+        monkeypatch.setattr(images, "decode", lambda *a, **k: decode(*a, **k) if os.getpid() == parent else os._exit(1))
     assert data.load(room[1]["folder"]).fingerprint() == expected
     assert calls == ([3] + [0] * lost if sys.platform == "linux" else [0])
 

@@ -67,7 +67,7 @@ def test_as_one_process(case, size, by_torchrun, tmp_path):
     else:
         done = processes.torchrun(size, processes.gsoftmax, *argv, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("nll ") == 1  # printed by rank 0 only
+    assert done.stdout.count("NLL ") == 1  # printed by rank 0 only
     one, many = train.train(config(*changes), tmp_path / "one"), runs.read_result(folder)
     outputs_agree(tmp_path / "one" / "outputs.safetensors", folder / "outputs.safetensors")
     for key in ("nll", "compactness", "separability", "train_ratio"):

@@ -22,6 +22,7 @@ from gsoftmax import cli, evaluation, report, summary
 from gsoftmax.analyze import analyze, compare_models
 from gsoftmax.config import Config
 from gsoftmax.report import figures
+from gsoftmax.tables import p_value
 from gsoftmax.train import train
 
 
@@ -277,14 +278,14 @@ def test_a_head_at_chance_level_is_compared_without_geometry(tmp_path):
         for name, xs in (("softmax", good[:2]), ("untrained", noise[2:4]), ("gsoftmax", good[4:]))
     }
     assert results["untrained"][0]["error_of_guessing"] == pytest.approx(0.8, abs=0.01)
-    assert all("error_of_guessing" not in row for row in results["softmax"])
     found = summary.summary_of(results, [0, 1])
     assert found["at_chance"] == ["untrained"] and set(found["metrics"]["ratio"]) == {"softmax", "gsoftmax"}
     verdicts = summary.verdicts(found)
-    assert "compactness" in verdicts[1] and "compactness" not in verdicts[0] and "ratio" in summary.means(found).text()
-    assert verdicts[2] == "No better than guessing, so without geometry: untrained."
+    assert "geometry" in verdicts[1] and "geometry" not in verdicts[0] and "ratio" in summary.means(found).text()
+    assert verdicts[2] == "Not clearly better than guessing, so without geometry: untrained."
     first = summary.summary_of({k: results[k] for k in ("untrained", "softmax")}, [0, 1])  # nothing to compare with
-    assert list(first["metrics"]) == ["error", "error_x", "nll", "ece"]
+    geometry = first["metrics"].pop("ratio")
+    assert set(geometry) == {"softmax"} and "paired" not in geometry["softmax"]
     for name in found["heads"]:  # the page reads such a summary
         (tmp_path / name).mkdir()
     (tmp_path / "summary.json").write_text(json.dumps(found))
@@ -309,7 +310,8 @@ def test_a_model_at_chance_is_compared_without_geometry(tmp_path):
     with np.load(chance_file(tmp_path / "bad.npz")) as arrays:
         np.savez(good, x=arrays["x"] + 3 * np.eye(5)[arrays["y"]], y=arrays["y"])
     doc = report.from_outputs(good, tmp_path / "bad.npz")
-    assert doc["over_classes"] == {} and [g["head"] for g in doc["geometry"]] == ["good"]
+    assert doc["over_classes"] == {} and [g["compactness"][0] is None for g in doc["geometry"]] == [False, True]
+    assert [g["accuracy"][0] is None for g in doc["geometry"]] == [False, False]
     assert "error" in doc["verdicts"][0] and "compactness" not in doc["verdicts"][0]
     report.write(doc, tmp_path / "out", tables=["csv", "md"], figures=["svg"])
 
@@ -346,7 +348,12 @@ def test_several_models_against_the_first(tmp_path, capsys):
     assert cli.main(["analyze", *arguments, "--out", str(tmp_path / "out")]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "third against first, 500 images: error" in printed
-    assert "Holm's correction for 4 tests over images and 12 over classes" in printed
+    errors = doc["over_images"]["third"]["paired"]["error"]
+    assert (
+        errors["p"] < 0.05
+        and f"(McNemar's p {p_value(errors['p'])}, {p_value(errors['p_holm'])} corrected for 4 tests over images)"
+        in printed
+    )
     assert "third minus first, paired over images" in (tmp_path / "out" / "report.html").read_text("utf-8")
 
 

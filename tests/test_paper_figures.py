@@ -61,7 +61,7 @@ def test_figure_3_has_the_published_ranges_and_the_shape_of_x(folder, tmp_path):
     ]
     found = cells(made[0])
     published = [found["x, max", f"{head}, published"].value for head in ("softmax", "lsoftmax", "gsoftmax")]
-    assert published == [11, 24, 9] and "Not the recipes" not in made[0].note
+    assert published == [11, 24, 9] and "Not the paper's recipe" not in made[0].note
     x = own_outputs(folder, "wrn-cifar10-gsoftmax", 0)
     expected = {
         "x, min": np.mean([v.min() for v in x]),
@@ -120,7 +120,7 @@ def test_changed_runs_are_labelled_in_figure_and_tables(folder, tmp_path, monkey
     fake_run(other / row / "seed-0", "gsoftmax", 0, names=LABELS, multilabel=True, n=300)
     (other / row / "seed-0" / "config.json").write_text(json.dumps(asdict(config)))
     spec, (table,) = drawn(monkeypatch, "figure8", other, tmp_path)
-    told = "Not the recipes: coco-gsoftmax(0,1): changed: lr=0.5."
+    told = "Not the paper's recipe: coco-gsoftmax(0,1) (changed: lr=0.5)."
     assert told in table.note and told in " ".join(spec["title"]["subtitle"])
 
 
@@ -140,7 +140,7 @@ def test_runs_that_differ_from_the_others_are_left_out(folder, tmp_path, monkeyp
     (other / "coco-softmax" / "seed-1" / "config.json").write_text(json.dumps(asdict(config)))
     _, (table,) = drawn(monkeypatch, "figure8", other, tmp_path)
     assert "Left out, because their settings differ: 1 of coco-softmax (changed: lr=0.5)." in table.note
-    assert "Not the recipes" not in table.note and "± " not in str(cells(table)["compactness", "softmax, ours"])
+    assert "Not the paper's recipe" not in table.note and "± " not in str(cells(table)["compactness", "softmax, ours"])
     fifth = paper.paper_tables(other)[4]
     assert "1 of coco-softmax (changed: lr=0.5)" in fifth.note and not fifth.rows[0][-1]
 

@@ -15,8 +15,10 @@ from scipy import stats
 from gsoftmax import significance
 from gsoftmax.significance import (
     holm,
+    mcnemar,
     normality,
     paired,
+    paired_over_images,
     paper_correlations,
     pearson,
     required_n,
@@ -143,6 +145,31 @@ def test_holm_rejects_what_the_step_down_procedure_rejects(p, alpha):
         rejected[i] = True
     assert (adjusted <= alpha).tolist() == rejected
     assert all(0 <= raw <= new <= 1 for raw, new in zip(p, adjusted, strict=True))
+
+
+@pytest.mark.parametrize("runs", [1, 3])
+def test_over_images_is_scipys_t_interval_and_exact_permutation_test(runs):
+    rng = np.random.default_rng(runs)
+    for _ in range(5):
+        a, b = rng.integers(0, runs + 1, (2, 12))
+        found, d = paired_over_images(a, b, runs), (b - a) / runs
+        exact = stats.permutation_test((d,), np.mean, permutation_type="samples", n_resamples=np.inf)
+        interval = stats.ttest_rel(b / runs, a / runs).confidence_interval()
+        assert found.p == pytest.approx(exact.pvalue, abs=1e-12) and found.difference == pytest.approx(d.mean())
+        assert (found.low, found.high) == pytest.approx((interval.low, interval.high))
+    many = rng.integers(0, runs + 1, (2, 40_000))
+    assert paired_over_images(*many, runs).p == pytest.approx(stats.ttest_rel(*many).pvalue, abs=0.01)
+
+
+def test_over_images_with_one_run_is_mcnemars_test():
+    for first, second in ((3, 11), (0, 6), (40, 17), (5, 5), (0, 0)):
+        a, b = np.zeros(200), np.zeros(200)
+        a[:first], b[first : first + second] = 1, 1
+        assert paired_over_images(a, b, 1).p == pytest.approx(mcnemar(first, second).p, abs=1e-12)
+    halves = paired_over_images([0, 2, 0, 4], [2, 2, 4, 0], runs=2, labels=2)  # (0.5, 0, 1, -1)
+    assert halves.difference == pytest.approx(0.125)
+    with pytest.raises(ValueError, match="whole numbers of 1 or more runs"):
+        paired_over_images([0.5], [1.0], 2)
 
 
 def test_holm_skips_nan():

@@ -347,6 +347,8 @@ class _Tally:
         if not file.multilabel:
             self._refuse_features(rows)
             chance = significance.chance_accuracy(rows["y"], rows["predicted"])
+            if chance is not None and significance.clearly_above(1 - rows["wrong"].mean(), chance, len(rows["y"])):
+                chance = None
         numbers, score, table = self._several(used) if file.multilabel else self._single(rows)
         numbers |= {
             "hamming": float(rows["wrong"].mean()),
@@ -366,11 +368,6 @@ class _Tally:
             told.append(
                 f"{file.num_classes} classes: the impostors of a class are pooled into one Gaussian (the full table is "
                 f"kept up to {geometry.FULL_TABLE_LIMIT})"
-            )
-        if chance is not None:
-            told.append(
-                f"the error, {100 * rows['wrong'].mean():.2f} %, is not clearly better than that of guessing, "
-                f"{100 * (1 - chance):.2f} %: no geometry is shown; do the rows of x and y belong together?"
             )
         if file.width > _MOST_FEATURES:
             told.append(f"h has {file.width:,} columns: features are measured up to {_MOST_FEATURES:,}")

@@ -472,12 +472,14 @@ def _part(text: str) -> tuple[int, int]:
 def _plan(args: argparse.Namespace, plan: Any, size: str, runs: int) -> None:
     """Says what a comparison is going to do, in `runs` runs at most."""
     first = plan.tasks[0].config
+    told = ((head, recipes.changed(task.config)) for head, task in zip(plan.heads, plan.tasks, strict=False))
+    changed = {"not_recipe": {head: text for head, text in told if text}}
     if args.json:
         described = {"data": plan.dataset.summary(), "heads": plan.heads, "seeds": plan.seeds, "out": str(plan.out)}
-        _tell(json.dumps({"event": "comparison", **described, "epochs": first.epochs, "tune": args.tune}))
+        _tell(json.dumps({"event": "comparison", **described, **changed, "epochs": first.epochs, "tune": args.tune}))
         return
     _tell(f"{plan.dataset.summary()}; {', '.join(plan.heads)}; {size} -> {plan.out}")
-    for note in plan.dataset.notes:
+    for note in filter(None, [gsoftmax.reproduce.not_recipe(changed), *plan.dataset.notes]):
         _tell(note)
     jobs = max(1, min(args.jobs or gsoftmax.workers.default_jobs(first), runs))
     left = runs
@@ -507,10 +509,11 @@ def _show_comparison(args: argparse.Namespace, found: Any, title: str) -> None:
         told = {"path": page, "verdicts": made.verdicts(found), "incomplete": found.get("incomplete")}
         _tell(json.dumps({"event": "report", **told}))
         return
-    for table in (*made.tuning_tables(found), made.means(found), *made.differences(found)):
+    tests = [*made.differences(found), *made.over_images_tables(found)]
+    for table in (*made.tuning_tables(found), made.means(found), *tests):
         print(f"\n{table.text()}")
     print()
-    for sentence in filter(None, (*made.verdicts(found), made.correction(found))):
+    for sentence in made.verdicts(found):
         print(textwrap.fill(tables.plain(sentence), 100, subsequent_indent="  "))
     print(f"\n{shown}")
 
@@ -535,14 +538,27 @@ def _train(args: argparse.Namespace) -> None:
     if args.json:
         _tell(json.dumps({"event": "result", "run": str(out), "smoke": args.smoke, "metrics": result}))
         return
-    for key in ("error", "mAP", "compactness", "separability", "ratio", "nll", "ece", "seconds"):
-        if key in result:
-            print(f"{key:14}{_number(key, result[key], '.4f')}")
+    keys = ("error", "mAP", "compactness", "separability", "ratio", "nll", "ece", "seconds")
+    _show_numbers({key: result[key] for key in keys if key in result}, ".4f", result)
     headline = gsoftmax.measures.headline("mAP" in result).key
     if best := gsoftmax.reproduce.best_epoch(out, headline):
         value = _number(headline, best[headline], ".4f")
-        print(f"{headline} of the best epoch, {best['epoch']}, chosen on the evaluated data: {value}")
+        label = gsoftmax.measures.find(headline).label
+        print(f"{label} of the best epoch, {best['epoch']}, chosen on the evaluated data: {value}")
     print(f"{out}" + (" (smoke: small generated data, not a result)" if args.smoke else ""))
+
+
+def _show_numbers(shown: dict[str, Any], form: str, result: dict[str, Any]) -> None:
+    """Prints some numbers of a result, without class geometry where the model is at chance level."""
+    warning = gsoftmax.summary.at_chance([result])
+    if warning:
+        shown = {k: v for k, v in shown.items() if k.removeprefix("train_") not in gsoftmax.measures.GEOMETRY}
+    labels = {key: gsoftmax.measures.find(key).label for key in shown}
+    width = 2 + max(12, *map(len, labels.values()))
+    for key, value in shown.items():
+        print(f"{labels[key]:{width}}{_number(key, value, form)}")
+    if warning:
+        print(f"{warning}: no geometry is shown")
 
 
 def _number(key: str, value: float, form: str) -> str:
@@ -589,8 +605,7 @@ def _evaluate(args: argparse.Namespace) -> None:
             result, _ = models.evaluate(model, data, features=args.features, **of, **options)
         if args.ood:
             result = {**result, **models.detect(model, args.run_folder, split_words(args.ood), **options)}
-    for key, value in result.items():
-        print(f"{key:{max(20, 2 + max(map(len, result)))}}{_number(key, value, '.6g')}")
+    _show_numbers(result, ".6g", result)
 
 
 def _predict(args: argparse.Namespace) -> None:
@@ -693,7 +708,9 @@ def _analyze(args: argparse.Namespace) -> None:
       gsoftmax analyze softmax.npz --against mine.npz --against other.npz      # models on the same images
       gsoftmax analyze runs/lam2-features                 # with neural collapse, after gsoftmax evaluate --features
     """
-    doc = gsoftmax.report.from_outputs(args.outputs, *args.against)
+    files = ", ".join(map(str, (args.outputs, *args.against)))
+    with progress.told_late(lambda: _say(f"still reading {files}; large files take minutes")):
+        doc = gsoftmax.report.from_outputs(args.outputs, *args.against)
     _write_report(args, doc, f"{Path(args.outputs).stem}-report")
 
 
@@ -726,6 +743,7 @@ def _document(args: argparse.Namespace) -> Any:
 
 def _titled(title: str, found: Any) -> str:
     """The title of a comparison's report."""
+    title += " (not the paper's recipe)" if found.get("not_recipe") else ""
     return f"{title} (incomplete: {found['incomplete']})" if "incomplete" in found else title
 
 

@@ -149,6 +149,8 @@ def of_rows(
     """
     configs = {row.label: shortened(row.config(), shorten).override(changes or {}) for row in rows}
     if heads is None:
+        if len(rows) == 1:
+            raise ValueError(f"{rows[0].family} has one row, {rows[0].name}: choose more heads, or train that row")
         return configs
     found = {}
     for text in heads:

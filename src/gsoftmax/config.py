@@ -103,8 +103,8 @@ class Config:
     parallel: str = "ddp"  # with several processes: ddp, or fsdp for a backbone too large for one device
     sync_batchnorm: bool = False  # with several GPUs: batch norms see the whole batch
     # the run
-    seed: int = 0  # of weights, batches, augmentation and dropout
     recipe: str | None = None  # the row of the paper that the configuration comes from, set by its recipe
+    seed: int = 0  # of weights, batches, augmentation and dropout
     deterministic: bool = False  # GPU: choose cuDNN's algorithms by rule, not by timing, so that results repeat
     device: str = "auto"  # cpu, cuda, cuda:1, ...; auto is a GPU where there is one
     threads: int = 0  # of the CPU; 0 is torch's default
@@ -135,6 +135,8 @@ class Config:
         new: dict[str, Any] = {}
         for key, value in changes.items():
             name, dot, inner = key.partition(".")
+            if name == "recipe":
+                raise ValueError("recipe is the row of the paper that a run starts from, not a key to set")
             if dot and not inner:
                 raise ValueError(f"a name must follow the dot, got {key!r}")
             if name not in known:
@@ -170,7 +172,7 @@ class Config:
         return Config(**{"split_seed": 0, **found})
 
     def identity(self) -> dict[str, Any]:
-        """The keys that decide the result: all except machine, parallelism, logger, intervals, and the recipe's name."""
+        """The keys that decide the result: all except machine, parallelism, logger, intervals and recipe's name."""
         where = {"recipe", "device", "threads", "workers", "parallel", "logger"}
         where |= {"evaluate_every", "checkpoint_every", "checkpoint_minutes"}
         held = {k: v for k, v in dataclasses.asdict(self).items() if k not in where}

@@ -125,8 +125,8 @@ class Evaluator:
 
 
 def score(x: Tensor, p: Tensor, y: Tensor) -> dict[str, float]:
-    """Metrics and class geometry: error (also of x without the Gaussian term), NLL and ECE, or multi-label metrics; the
-    error of guessing if that of the model is not better.
+    """Metrics and class geometry: error (also of x without the Gaussian term), NLL and ECE, or multi-label metrics; for
+    single-label data also the error of guessing and the number of images, from which `summary` judges the geometry.
 
     x: (N, C), multi-label (N, L) or (N, 2, L); p: (N, C) or (N, L); y: (N,), multi-label (N, L) of 0 and 1
 
@@ -152,7 +152,7 @@ def score(x: Tensor, p: Tensor, y: Tensor) -> dict[str, float]:
             "ece": float(metrics.expected_calibration_error(p, y)),
         }
         if (chance := significance.chance_accuracy(y, p.argmax(1))) is not None:
-            numbers["error_of_guessing"] = 1 - chance
+            numbers |= {"error_of_guessing": 1 - chance, "images": len(y)}
     return numbers | stats.geometry().average()
 
 

@@ -29,6 +29,11 @@ class Measure:
         """Label and unit."""
         return f"{self.label} %" if self.percent else self.label
 
+    @property
+    def difference(self) -> str:
+        """Label and unit of a difference."""
+        return f"{self.label}, points" if self.percent else self.label
+
 
 MEASURES = {
     m.key: m
@@ -52,8 +57,8 @@ MEASURES = {
         Measure("dprime", "d′"),
         Measure("nll", "NLL", smaller_is_better=True),
         Measure("ece", "ECE", percent=True, smaller_is_better=True),
-        Measure("accuracy", "accuracy"),
-        Measure("AP", "AP"),
+        Measure("accuracy", "accuracy", percent=True),
+        Measure("AP", "AP", percent=True),
         Measure("nc1", "NC1, variability within classes", smaller_is_better=True),
         Measure("nc2_norms", "NC2, norms of class means", smaller_is_better=True),
         Measure("nc2_angles", "NC2, angles of class means", smaller_is_better=True),

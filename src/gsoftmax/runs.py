@@ -52,8 +52,8 @@ from .integrations import wandb
 from .messages import first_line
 
 KEPT = 2  # checkpoints
-_METRICS_ONLY = "metrics-only.txt"  # marks a finished run whose model and outputs were removed
-_FINAL = ("config.json", "environment.json", "metrics.jsonl", "model.safetensors", "outputs.safetensors", _METRICS_ONLY)
+METRICS_ONLY = "metrics-only.txt"  # marks a finished run whose model and outputs were removed
+_FINAL = ("config.json", "environment.json", "metrics.jsonl", "model.safetensors", "outputs.safetensors", METRICS_ONLY)
 
 
 class RunFolder:
@@ -306,15 +306,15 @@ def read_rows(run: Path) -> list[dict[str, Any]]:
 def read_result(run: Path) -> dict[str, Any] | None:
     """The final metrics of a run; None where it is not finished."""
     rows = read_rows(run)
-    whole = any((run / name).exists() for name in ("outputs.safetensors", _METRICS_ONLY))
+    whole = any((run / name).exists() for name in ("outputs.safetensors", METRICS_ONLY))
     return rows[-1] if rows and rows[-1].get("final") and whole else None
 
 
 def keep_metrics(run: Path) -> None:
     """Removes all of a finished run but its configuration and metrics."""
-    if (run / _METRICS_ONLY).exists() or read_result(run) is None:
+    if (run / METRICS_ONLY).exists() or read_result(run) is None:
         return
-    atomic_write(run / _METRICS_ONLY, "Model and outputs of this run were not kept.\n")
+    atomic_write(run / METRICS_ONLY, "Model and outputs of this run were not kept.\n")
     for name in ("model.safetensors", "outputs.safetensors"):
         (run / name).unlink(missing_ok=True)
     for name in ("tensorboard", "wandb", "checkpoint"):
@@ -333,5 +333,12 @@ def environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "threads": torch.get_num_threads(),
-        "command": shlex.join(["gsoftmax", *sys.argv[1:]]),
+        "command": command_line(),
     }
+
+
+def command_line() -> str:
+    """The command line of this process, quoted for a shell."""
+    program = Path(sys.argv[0]).name if sys.argv else ""
+    start = ["python", "-m", "gsoftmax"] if program == "__main__.py" else [program]
+    return shlex.join([*start, *sys.argv[1:]])

@@ -1,4 +1,4 @@
-"""Significance: paired t-tests with intervals, correlations, a test of normality, Holm's correction, how many seeds.
+"""Significance: paired tests with intervals, correlations, a test of normality, Holm's correction, how many seeds.
 
 The paper compares the per-class average precisions of two heads with a paired-sample t-test and correlates class
 geometry with average precision. Student's distribution is computed here, so that nothing beyond NumPy is needed.
@@ -7,7 +7,7 @@ geometry with average precision. Student's distribution is computed here, so tha
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from statistics import NormalDist
 from typing import Any
@@ -22,12 +22,14 @@ __all__ = [
     "PaperCorrelation",
     "all_class_correlation",
     "chance_accuracy",
+    "clearly_above",
     "holm",
     "mcnemar",
     "normality",
     "normality_from_moments",
     "paired",
     "paired_from_moments",
+    "paired_over_images",
     "paper_correlations",
     "pearson",
     "power",
@@ -145,23 +147,70 @@ def _half_binomial(n: int, k: int) -> float:
     return math.exp(powers + d[0] - d[1] - d[2]) * math.sqrt(n / (2 * math.pi * k * (n - k)))
 
 
+def paired_over_images(first: ArrayLike, second: ArrayLike, runs: int, labels: int = 1) -> Paired:
+    """Two methods on the same images: the mean over images of the difference of their error rates over runs.
+
+    The interval is that of a t-test with the images as units. p is of the exact sign-flip test: under the null
+    hypothesis the difference of every image is as likely as its opposite. With one run it is McNemar's test. Both are
+    about other images, for these trained runs; `paired` over seeds is about other runs, on these images.
+
+    first, second: (N,) wrong answers of each image, summed over the runs of a method: whole numbers
+    runs, labels: runs of each method, and labels of an image where several can be wrong
+
+    >>> found = paired_over_images([0, 0, 1, 2, 0, 0], [1, 2, 1, 2, 1, 2], runs=2)
+    >>> found.difference, round(found.p, 6), found.n
+    (0.5, 0.125, 6)
+    """
+    a, b, _ = _pairs(first, second, "first", "second")
+    d = b - a
+    if runs < 1 or (d != d.round()).any():
+        raise ValueError(f"first and second must be whole numbers of 1 or more runs, got {runs} runs")
+    return replace(paired(a / (runs * labels), b / (runs * labels)), t=math.nan, p=_sign_flip(d.astype(np.int64)))
+
+
+def _sign_flip(d: np.ndarray) -> float:
+    """P(|sum of +-d| >= |sum of d|) with fair independent signs, to about 1e-12.
+
+    The sum has the characteristic function prod_m cos(m t)^(number of d with |d| = m), which one FFT inverts.
+    """
+    size, observed = int(np.abs(d).sum()), abs(int(d.sum()))
+    t = 2 * np.pi * np.arange(size + 1) / (2 * size + 1)
+    found = np.ones(size + 1)
+    for m, n in enumerate(np.bincount(np.abs(d)).tolist()[1:], start=1):
+        found *= np.cos(m * t) ** n
+    at = np.fft.irfft(found, 2 * size + 1)  # P(sum = 0), P(sum = 1), ..., P(sum = -1)
+    return float(np.clip(1 - at[0] - 2 * at[1:observed].sum() if observed else 1.0, 0.0, 1.0))
+
+
 def chance_accuracy(y: ArrayLike, predicted: ArrayLike) -> float | None:
-    """The accuracy expected of predictions that are unrelated to y and as frequent as these, as in Cohen's kappa, where
-    their accuracy is not clearly better (a one-sided test at the 1 % level); else None.
+    """The accuracy expected of predictions that are unrelated to y and as frequent as these, as in Cohen's kappa.
 
-    y, predicted: (n,) class indices; fewer than `FEWEST_JUDGED`, or of one class, are not judged
+    y, predicted: (n,) class indices; None for fewer than `FEWEST_JUDGED`, or of one class, which are not judged
 
-    >>> chance_accuracy([0, 1] * 20, [0] * 40), chance_accuracy([0, 1] * 20, [0, 1] * 20)
-    (0.5, None)
+    >>> chance_accuracy([0, 1] * 20, [0] * 40)
+    0.5
     """
     truth, found = (np.asarray(v.cpu() if hasattr(v, "cpu") else v, dtype=np.int64) for v in (y, predicted))
     n = len(truth)
     if n < FEWEST_JUDGED or (truth == truth[0]).all():
         return None
     size = int(max(truth.max(), found.max())) + 1
-    expected = float((np.bincount(truth, minlength=size) / n) @ (np.bincount(found, minlength=size) / n))
-    error = math.sqrt(max(expected * (1 - expected), 1 / n) / n)
-    return None if (truth == found).mean() > expected + _CHANCE_Z * error else expected
+    return float((np.bincount(truth, minlength=size) / n) @ (np.bincount(found, minlength=size) / n))
+
+
+def clearly_above(accuracy: float, chance: float, n: int) -> bool:
+    """Whether an accuracy is above that of guessing, by a one-sided test at the 1 % level.
+
+    The mean accuracy of several runs is judged in the same way: they share the test images, so that it may be as
+    uncertain as that of one run.
+
+    accuracy, chance: of the model, and as `chance_accuracy` returns it, both averaged over runs if there are several
+    n: test images
+
+    >>> clearly_above(0.7, 0.5, n=40), clearly_above(0.65, 0.5, n=40)
+    (True, False)
+    """
+    return accuracy > chance + _CHANCE_Z * math.sqrt(max(chance * (1 - chance), 1 / n) / n)
 
 
 def wilson(successes: ArrayLike, trials: ArrayLike, confidence: float = 0.95) -> np.ndarray:

@@ -1,33 +1,47 @@
 """What a comparison found: means over seeds, paired differences from the first head, tests, tables, verdicts.
 
-Every p-value of a comparison is corrected by Holm's method for all tests of that comparison (heads times measures); the
-verdicts use the corrected ones.
+The headline measure, error or mAP, is the primary one: its tests are corrected by Holm's method for the heads, and the
+verdicts and the number of seeds are about it. All other measures are secondary: their tests are corrected for all of
+them, heads times measures. The tests over images are a third family, corrected for the heads.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import measures, significance
 from .files import atomic_write, sealed
 from .messages import first_line, plural
+from .outputs import IGNORE, has_outputs, open_outputs
+from .reproduce import labels, not_recipe
 from .runs import folder_name, read_result
 from .tables import Cell, Shown, Table, decimals, p_value, plus_minus, signed
 
 __all__ = [
     "PAIRED",
+    "Finding",
+    "at_chance",
     "correct",
+    "correct_families",
     "correction",
     "differences",
+    "findings",
+    "geometry_changes",
+    "judge",
     "means",
+    "no_verdict",
+    "not_better",
+    "over_images",
+    "over_images_tables",
     "paired_cells",
     "so_far",
     "summarise",
@@ -37,7 +51,8 @@ __all__ = [
 ]
 
 PLAN = "comparison.json"  # heads and seeds of a comparison's folder
-_SHOWN, _SPREADS = 0.5, (0.25, 0.5, 1.0)  # points of a difference, and of its standard deviation over seeds
+_WORTH, _SPREADS = 0.5, (0.25, 0.5, 1.0)  # points of a difference worth knowing, and of its deviation over seeds
+_BLOCK = 2**22  # numbers of x read at a time
 PAIRED = ("difference", "95 % from", "to", "t", "p", "p, Holm", "n")
 
 
@@ -45,10 +60,8 @@ def summarise(
     out: str | os.PathLike[str], heads: Sequence[str], seeds: Sequence[int], more: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """The summary of a comparison's folder, which is also written there with the entries of `more`."""
-    results: dict[str, list[Any]] = {
-        h: [read_result(Path(out) / folder_name(h) / f"seed-{s}") for s in seeds] for h in heads
-    }
-    summary = summary_of(results, seeds) | dict(more or {})
+    results: dict[str, list[Any]] = {h: [read_result(_run(out, h, s)) for s in seeds] for h in heads}
+    summary = _with_images(summary_of(results, seeds), out) | dict(more or {})
     atomic_write(Path(out) / "summary.json", json.dumps(sealed(summary), indent=2))
     return summary
 
@@ -71,13 +84,13 @@ def so_far(out: str | os.PathLike[str]) -> dict[str, Any] | None:
             raise ValueError("heads must be names and seeds whole numbers")
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path} is not the plan of a comparison: {first_line(error)}") from None
-    found = {(h, s): read_result(Path(out) / folder_name(h) / f"seed-{s}") for s in seeds for h in heads}
+    found = {(h, s): read_result(_run(out, h, s)) for s in seeds for h in heads}
     results = {key: result for key, result in found.items() if result is not None}
     if len(results) == len(found):
         path = Path(out) / "summary.json"
         if path.exists() and not _is_of_others(path, heads, seeds):
             return None
-        return summary_of({h: [results[h, s] for s in seeds] for h in heads}, seeds)
+        return _with_images(summary_of({h: [results[h, s] for s in seeds] for h in heads}, seeds), out)
     finished = f"{len(results)} of {plural(len(found), 'run')}"
     if not results:
         return None
@@ -85,8 +98,17 @@ def so_far(out: str | os.PathLike[str]) -> dict[str, Any] | None:
     if not whole:
         whole = [max(seeds, key=lambda s: sum((h, s) in results for h in heads))]
         heads = [h for h in heads if (h, whole[0]) in results]
-    summary = summary_of({h: [results[h, s] for s in whole] for h in heads}, whole)
+    summary = _with_images(summary_of({h: [results[h, s] for s in whole] for h in heads}, whole), out)
     return summary | {"incomplete": f"{finished} finished"}
+
+
+def _run(out: str | os.PathLike[str], head: str, seed: int) -> Path:
+    return Path(out) / folder_name(head) / f"seed-{seed}"
+
+
+def _with_images(summary: dict[str, Any], out: str | os.PathLike[str]) -> dict[str, Any]:
+    runs = {(h, s): _run(out, h, s) for h in summary["heads"] for s in summary["seeds"]}
+    return summary | {"over_images": over_images(runs), "not_recipe": labels(runs)}
 
 
 def _is_of_others(path: Path, heads: Sequence[str], seeds: Sequence[int]) -> bool:
@@ -104,23 +126,101 @@ def summary_of(results: Mapping[str, Sequence[Mapping[str, Any]]], seeds: Sequen
     keys = set.intersection(*(set(r) for h in heads for r in results[h]))
     tested = measures.ordered(k for k in results[heads[0]][0] if k in keys)
     summary: dict[str, Any] = {"heads": heads, "seeds": list(seeds), "metrics": {}, "multilabel": "mAP" in tested}
-    at_chance = summary["at_chance"] = [h for h in heads if any("error_of_guessing" in r for r in results[h])]
+    hidden = summary["at_chance"] = [h for h in heads if at_chance(results[h])]
     for key in tested:
         scale, shown = measures.find(key).scale, heads
         if key in measures.GEOMETRY:  # of outputs without skill it means nothing
-            shown = [] if heads[0] in at_chance else [h for h in heads if h not in at_chance]
+            shown = [h for h in heads if h not in hidden]
         values = {h: np.array([scale * r[key] for r in results[h]]) for h in shown}
         rows: dict[str, Any] = {}
         for h, v in values.items():
             sd = float(v.std(ddof=1)) if len(v) > 1 else None
             rows[h] = {"values": v.tolist(), "mean": float(v.mean()), "sd": sd}
-            if h != heads[0] and len(v) > 1:
+            again = key == "error_x" and all(r[key] == r["error"] for r in (*results[heads[0]], *results[h]))
+            if h != heads[0] and heads[0] in values and len(v) > 1 and not again:  # else it is a test that is there
                 rows[h]["paired"] = asdict(significance.paired(values[heads[0]], v))
         if rows:
             summary["metrics"][key] = rows
-    correct([row["paired"] for rows in summary["metrics"].values() for row in rows.values() if "paired" in row])
+    correct_families(summary)
     summary["seconds"] = {h: [r["seconds"] for r in results[h]] for h in heads}
     return summary
+
+
+def at_chance(results: Sequence[Mapping[str, Any]]) -> str:
+    """What is wrong with runs that are, together, not clearly better than guessing; empty for any others.
+
+    results: final metrics of the runs of one head, or of one run; those of several labels or few images are not judged
+    """
+    keys = ("error", "error_of_guessing", "images")
+    if not all(isinstance(r.get(key), (int, float)) for r in results for key in keys):
+        return ""
+    error, guessing, images = (float(np.mean([r[key] for r in results])) for key in keys)
+    enough = significance.clearly_above(1 - error, 1 - guessing, max(1, round(images)))
+    return "" if enough else not_better(error, guessing)
+
+
+def not_better(error: float, guessing: float) -> str:
+    """What is wrong with a model whose error is not clearly better than that of guessing.
+
+    error, guessing: fractions
+    """
+    return f"the error, {100 * error:.2f} %, is not clearly better than that of guessing, {100 * guessing:.2f} %"
+
+
+def over_images(runs: Mapping[tuple[str, int], Path]) -> dict[str, Any]:
+    """Every head after the first against it on the same test images, their errors averaged over the seeds.
+
+    runs: run folders by (head, seed)
+
+    Returns head -> paired (error, of several labels the labels wrong) and mcnemar, which is None; nothing where a run
+    has no outputs, or where seeds have different images.
+    """
+    heads, seeds = (list(dict.fromkeys(key[k] for key in runs)) for k in (0, 1))
+    wrong: dict[str, Any] = {}
+    y, used = None, np.ones(1, bool)
+    try:
+        for (head, _), run in runs.items() if len(heads) > 1 and all(map(has_outputs, runs.values())) else ():
+            truth, found, labels = _wrong(run)
+            if y is not None and not np.array_equal(truth, y):
+                return {}
+            y, used = truth, used & (found >= 0)
+            wrong[head] = wrong.get(head, 0) + found
+    except (OSError, ValueError):  # a damaged file is reported where the outputs themselves are shown
+        return {}
+    if not wrong or not used.any():
+        return {}
+    first, *others = ((head, count[used]) for head, count in wrong.items())
+    tests = {
+        head: asdict(significance.paired_over_images(first[1], count, len(seeds), labels)) | {"t": None}
+        for head, count in others
+    }
+    correct(list(tests.values()))
+    return {head: {"paired": {"error": test}, "mcnemar": None} for head, test in tests.items()}
+
+
+def _wrong(run: Path) -> tuple[np.ndarray, np.ndarray, int]:
+    """y of a run's outputs, how many labels of each row are wrong (-1: the row cannot be used), and how many it has."""
+    file = open_outputs(run)
+    ys, counts = [], []
+    for block in file.blocks(max(1, _BLOCK // file.num_classes)):
+        used = block.finite() & (file.multilabel or block.y != IGNORE)
+        counts.append(np.full(len(used), -1))
+        ys.append(block.y)
+        if used.any():
+            p, y = file.probabilities(block.take(used))[0], block.y[used]
+            counts[-1][used] = ((p >= 0.5) != y).sum(1) if file.multilabel else p.argmax(1) != y
+    return np.concatenate(ys), np.concatenate(counts), file.num_classes if file.multilabel else 1
+
+
+def correct_families(summary: Mapping[str, Any]) -> None:
+    """Corrects the tests of the primary measure, those of all others, and those over images, each among themselves.
+
+    summary: of a comparison
+    """
+    first, metrics = measures.headline(summary["multilabel"]).key, summary["metrics"]
+    for keys in ([key for key in metrics if key == first], [key for key in metrics if key != first]):
+        correct([row["paired"] for key in keys for row in metrics[key].values() if "paired" in row])
+    correct([of["paired"]["error"] for of in summary.get("over_images", {}).values()])
 
 
 def correct(tests: Sequence[dict[str, Any]]) -> None:
@@ -139,7 +239,7 @@ def means(summary: Mapping[str, Any]) -> Table:
         cells = [plus_minus(values[h]["mean"], values[h].get("sd"), digits) if h in values else None for h in heads]
         rows.append((measures.find(key).title, *cells))
     title = f"Mean ± standard deviation over {n} seeds" if n > 1 else "Metrics and average geometry"
-    return Table(title, ("", *heads), tuple(rows))
+    return Table(title, ("", *heads), tuple(rows), not_recipe(summary))
 
 
 def differences(summary: Mapping[str, Any]) -> list[Table]:
@@ -148,10 +248,38 @@ def differences(summary: Mapping[str, Any]) -> list[Table]:
     for head in summary["heads"][1:]:
         found = {k: v[head]["paired"] for k, v in summary["metrics"].items() if "paired" in v.get(head, {})}
         if found:
-            tests = len(found) * (len(summary["heads"]) - 1)
-            note = f"p, Holm: corrected for the {tests} tests of this comparison."
-            tables.append(paired_table(f"{head} minus {summary['heads'][0]}, paired by seed", found, note))
+            title = f"{head} minus {summary['heads'][0]}, paired by seed"
+            tables.append(paired_table(title, found, f"{correction(summary)} {not_recipe(summary)}".rstrip()))
     return tables
+
+
+def over_images_tables(summary: Mapping[str, Any]) -> list[Table]:
+    """Heads, or models, against the first on the same images.
+
+    summary: of a comparison, or the document of a report
+    """
+    made, seeds = [], len(summary["seeds"])
+    count = sum(len(found["paired"]) for found in summary["over_images"].values())
+    for head, found in summary["over_images"].items():
+        rows = []
+        for key, test in found["paired"].items():
+            measure = measures.find("hamming" if key == "error" and summary["multilabel"] else key)
+            label = f"{measure.label}, points" if measure.percent else measure.label
+            rows.append((label, *paired_cells(test, measure.scale)))
+        note = f"p, Holm: corrected for {plural(count, 'test')} over images."
+        if (exact := found["mcnemar"]) is not None:
+            note = (
+                f"{exact['only_first_right']:,} images only {summary['heads'][0]} gets right, "
+                f"{exact['only_second_right']:,} only {head}. p of errors is McNemar's exact one. {note}"
+            )
+        elif summary.get("kind") != "analyze":
+            note = (
+                f"Each image counts with its error rate over {plural(seeds, 'seed')}; p of the sign-flip test. It is "
+                f"about other images for these runs; the test by seed is about other runs on these images. {note}"
+            )
+        title = f"{head} minus {summary['heads'][0]}, paired over images"
+        made.append(Table(title, ("", *PAIRED), tuple(rows), note))
+    return made
 
 
 def paired_table(title: str, tests: Mapping[str, Mapping[str, Any]], note: str) -> Table:
@@ -255,42 +383,149 @@ def _mean_of(trial: Mapping[str, Any]) -> Cell:
     return plus_minus(float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None)
 
 
+class Finding(NamedTuple):
+    """What is said of one head or model."""
+
+    head: str
+    verdict: str  # better, worse, open (no difference shown), or none (no test)
+    claim: str  # the verdict in words
+    change: str  # of the headline measure
+    more: str = ""  # the rest, smaller
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.claim}: {self.change}."
+
+    def against(self, first: str, size: str) -> str:
+        """The finding for a terminal.
+
+        first, size: what the head is compared with, and on how much
+        """
+        return f"{self.head} against {first}, {size}: {self.change}. {self.claim}. {self.more}".rstrip()
+
+
+def judge(head: str, test: Mapping[str, Any], measure: measures.Measure, family: str, named: str = "p") -> Finding:
+    """What a paired test says of a head.
+
+    head: or model
+    test: difference, low, high, p and p_holm in the unit of `measure`, None for what there is not
+    measure: that the test is about
+    family: what p_holm is corrected for, as in "2 heads"; empty for a single test
+    named: what p is called
+    """
+    p, corrected = (math.nan if test[key] is None else test[key] for key in ("p", "p_holm"))
+    verdict = significance.verdict(test["difference"], corrected, measure.smaller_is_better)
+    sign = "helps" if (test["difference"] < 0) == measure.smaller_is_better else "hurts"
+    change = f"{measure.label} {points(test['difference'])} points"
+    if test["low"] is not None and not math.isnan(test["low"]):
+        change += f", between {points(test['low'])} and {points(test['high'])}"
+    if p < significance.ALPHA:
+        change += f" ({named} {p_value(p)}" + (f", {p_value(corrected)} corrected for {family})" if family else ")")
+    if verdict in ("better", "worse"):
+        return Finding(head, verdict, f"It {sign}", change)
+    shown = f"Not shown that it {sign}, after correction" if p < significance.ALPHA else "No evidence that it helps"
+    return Finding(head, "open", shown, change)
+
+
+def points(value: float) -> str:
+    """A difference in points, with a sign.
+
+    value: points
+
+    >>> points(-0.4), points(0.0004), points(12.345)
+    ('−0.40', '0.00', '+12.35')
+    """
+    shown = f"{value:+.2f}"
+    return shown[1:] if float(shown) == 0 else shown.replace("-", "−")
+
+
+def findings(summary: Mapping[str, Any]) -> list[Finding]:
+    """One for each head after the first.
+
+    summary: of a comparison, or its document
+    """
+    first, *others = summary["heads"]
+    measure, n = measures.headline(summary["multilabel"]), len(summary["seeds"])
+    rows, found = summary["metrics"][measure.key], []
+    for head in others:
+        test = rows[head].get("paired")
+        if test is None:
+            change = f"{measure.label} {points(rows[head]['mean'] - rows[first]['mean'])} points with one seed each"
+            found.append(Finding(head, "none", "No evidence either way", change))
+            continue
+        of = {k: v for k, v in summary["metrics"].items() if "paired" in v.get(head, {})}
+        tests = {k: v[head]["paired"] for k, v in of.items()}
+        geometry = geometry_changes(tests, {k: v[first]["mean"] for k, v in of.items()})
+        judged = judge(head, test, measure, plural(len(others), "head") if len(others) > 1 else "")
+        found.append(judged._replace(more=f"{_power(test, n, len(others))} {geometry}".strip()))
+    return found
+
+
+def geometry_changes(tests: Mapping[str, Mapping[str, Any]], means: Mapping[str, float]) -> str:
+    """The measures of class geometry that change, after correction; empty without tests of them.
+
+    tests, means: paired tests, and means of the first head, by measure
+    """
+    known = [key for key in ("compactness", "separability", "ratio") if key in tests and means[key]]
+    told = []
+    for key in known:
+        p = tests[key]["p_holm"]
+        if p is not None and p < significance.ALPHA:
+            told.append(f"{key} {100 * tests[key]['difference'] / means[key]:+.0f} %".replace("-", "−"))
+    if told:
+        return f"Class geometry changes: {', '.join(told)}."
+    return "No change of class geometry is shown." if known else ""
+
+
 def verdicts(summary: Mapping[str, Any]) -> list[str]:
-    """What changed, and how sure we are, in sentences."""
-    heads, n = summary["heads"], len(summary["seeds"])
-    headline = measures.headline(summary["multilabel"])
-    sentences = [_one_seed(headline)] if n == 1 and len(heads) > 1 else []
-    for h in heads[1:] if n > 1 else []:
-        d = summary["metrics"][headline.key][h]["paired"]
-        word = significance.verdict(d["difference"], d["p_holm"], headline.smaller_is_better)
-        shown = word if word == "no difference shown" else f"{word}, p {p_value(d['p_holm'])}"
-        sentence = (
-            f"{h} against {heads[0]}, {n} seeds: {headline.label} {signed(d['difference'])} points, "
-            f"interval {signed(d['low'])} to {signed(d['high'])}: {shown}"
-        )
-        for key in ("compactness", "separability", "ratio"):
-            rows = summary["metrics"].get(key, {})
-            if h not in rows:  # at chance level
-                continue
-            base, g = rows[heads[0]]["mean"], rows[h]["paired"]
-            sentence += f"; {key} {100 * g['difference'] / base:+.0f} %, p {p_value(g['p_holm'])}"
-        sentences.append(sentence + ".")
-    if at_chance := summary.get("at_chance"):
-        sentences.append(f"No better than guessing, so without geometry: {', '.join(at_chance)}.")
-    return sentences
+    """What changed, and how sure we are, in sentences: those of `findings`, or why there are none.
+
+    summary: of a comparison
+    """
+    size = plural(len(summary["seeds"]), "seed")
+    told = [f.against(summary["heads"][0], size) for f in findings(summary) if f.verdict != "none"]
+    sentences = [sentence for sentence in (no_verdict(summary), *told) if sentence]
+    if hidden := summary.get("at_chance"):
+        sentences.append(f"Not clearly better than guessing, so without geometry: {', '.join(hidden)}.")
+    return [*sentences, *filter(None, [not_recipe(summary)])]
 
 
 def correction(summary: Mapping[str, Any]) -> str:
-    """What the p-values of the verdicts are corrected for; empty with one seed."""
-    tests = sum("paired" in row for rows in summary["metrics"].values() for row in rows.values())
-    return f"p: after Holm's correction for the {tests} tests of this comparison." if tests else ""
+    """What the p-values of a comparison are corrected for; empty with one seed."""
+    headline = measures.headline(summary["multilabel"])
+    counts = {k: sum("paired" in row for row in rows.values()) for k, rows in summary["metrics"].items()}
+    heads, others = counts.pop(headline.key, 0), sum(counts.values())
+    if not heads:
+        return ""
+    primary = f"corrected for {plural(heads, 'head')}" if heads > 1 else "a single test"
+    secondary = f"; the other measures are secondary, corrected for their {plural(others, 'test')}" if others else ""
+    return f"p, Holm: {headline.label} is the primary measure, {primary}{secondary}."
 
 
-def _one_seed(headline: measures.Measure) -> str:
-    """Why one seed has no verdict, and how many would show a small difference."""
-    needed = [f"{significance.required_n(sd, _SHOWN)} if they vary by {sd:g} points" for sd in _SPREADS]
+def _power(test: Mapping[str, Any], n: int, heads: int) -> str:
+    """How small a difference these seeds can show, in the primary test of one of several heads."""
+    if test["low"] is None:
+        return ""
+    sd = (test["high"] - test["low"]) / 2 / significance.t_quantile(0.975, n - 1) * math.sqrt(n)
+    needed = significance.required_n(sd, _WORTH, alpha=significance.ALPHA / heads)
+    after = f", corrected for {plural(heads, 'head')}" if heads > 1 else ""
+    if needed <= n:
+        return f"{n} seeds show a true difference of {_WORTH:g} points with 80 % power or more{after}."
+    return f"{n} seeds are few: {needed:,} would show a true difference of {_WORTH:g} points with 80 % power{after}."
+
+
+def no_verdict(summary: Mapping[str, Any]) -> str:
+    """Why a comparison with one seed has no verdict, and how many would show a small difference; else nothing.
+
+    summary: of a comparison, or the document of a report
+    """
+    heads = len(summary["heads"]) - 1
+    if len(summary["seeds"]) > 1 or not heads or summary.get("kind") == "analyze":
+        return ""
+    alpha, label = significance.ALPHA / heads, measures.headline(summary["multilabel"]).label
+    needed = [f"{significance.required_n(sd, _WORTH, alpha=alpha)} if they vary by {sd:g} points" for sd in _SPREADS]
     return (
         f"No verdict: with one seed, a difference between heads cannot be told from one between seeds. To show a "
-        f"difference of {_SHOWN:g} points of {headline.label} with 80 % power takes as many seeds as the paired "
+        f"difference of {_WORTH:g} points of {label} with 80 % power takes as many seeds as the paired "
         f"differences vary: {', '.join(needed)} (standard deviation). Start with --seeds 5; finished runs are kept."
     )

@@ -131,10 +131,10 @@ def default_space(base: Config) -> dict[str, Domain]:
 class Trial:
     """One setting of one head."""
 
-    index: int
+    index: int  # among the trials of the head
     settings: dict[str, Any]  # keys and values that differ from the default
-    config: Config
-    folder: Path
+    config: Config  # of its first seed
+    folder: Path  # of its runs
     values: list[float]  # the headline measure on the validation split, of each seed; worst possible if it diverged
 
     @property
@@ -145,7 +145,7 @@ class Trial:
 class Chosen(NamedTuple):
     """What tuning found for every head."""
 
-    best: dict[str, Trial]
+    best: dict[str, Trial]  # by head
     sweeps: dict[str, dict[str, list[Trial]]]  # by swept key
 
 

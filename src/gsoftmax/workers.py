@@ -53,7 +53,7 @@ POLL = 0.2  # seconds between two looks at signals and processes
 PATIENCE = 60.0  # seconds to wait for the report of another process
 RETRY = 2.0  # seconds between two looks at runs that other processes train
 RHYTHM = 0.25  # seconds between two events of a run
-START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from gsoftmax.worker import main; main()"
+START = "import json, sys; sys.path[:], sys.argv[:] = json.loads(sys.argv[1]); from gsoftmax.worker import main; main()"
 
 Progress = Callable[[Event], None]
 
@@ -190,9 +190,7 @@ def locked_when_free(folder: Path) -> Iterator[None]:
 class _Tally:
     """How far the tasks are; tells it with every event."""
 
-    def __init__(
-        self, tasks: Sequence[Task], todo: Sequence[Task], progress: Progress | None, later: int = 0
-    ) -> None:
+    def __init__(self, tasks: Sequence[Task], todo: Sequence[Task], progress: Progress | None, later: int = 0) -> None:
         self.later = later
         self.total, self.finished, self._progress = len(tasks), len(tasks) - len(todo), progress
         self.reasons: list[str] = []
@@ -240,10 +238,10 @@ class _Process:
 
     def __init__(self, slot: int, inbox: queue.SimpleQueue[tuple[_Process, Event]]) -> None:
         self.slot = slot  # its number, for GPUs
-        path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
+        given = json.dumps([[entry for entry in sys.path if isinstance(entry, str)], sys.argv])
         with _blocked_signals():  # until the worker has handlers of its own
             self.process = subprocess.Popen(
-                [sys.executable, "-c", START, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                [sys.executable, "-c", START, given], stdin=subprocess.PIPE, stdout=subprocess.PIPE
             )
         self.task: Task | None = None
         self._inbox = inbox

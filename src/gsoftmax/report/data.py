@@ -4,17 +4,18 @@ Tables, figures and the page read nothing else, so they work the same from a com
 files of outputs, and from a document that was saved.  nan and inf are None.
 
     title, kind ("compare" or "analyze"), verdicts, notes, multilabel, classes, heads, seeds, splits, measures
+    not_recipe     head -> how its runs differ from their row of the paper, for the heads whose runs do
     incomplete     a sentence about runs of the comparison that are missing, or nothing
     metrics        metric -> head -> values (one per seed), mean, sd, low, high (interval of the mean), paired
     geometry       one entry per (head, seed, split): the measures of every class, count, own, other, overall, learned,
-                   learned_measures, nearest; MEASURE_low and MEASURE_high where there are intervals; none of a model
-                   that is not better than chance
+                   learned_measures, nearest; MEASURE_low and MEASURE_high where there are intervals; of a head that is
+                   not better than chance count and accuracy only
     points         one per (head, seed): c class, own, j output, x, p
     calibration    one per (head, seed): count, confidence, right (accuracy)
     curves         one per (head, seed): epoch, loss, lr, ...
     over_classes   head -> measure -> paired difference from the first head
-    over_images    model -> paired differences from the first model on the same images (p of errors is McNemar's), and
-                   mcnemar: the images that only one of the two gets right
+    over_images    head or model -> paired differences from the first on the same images, and mcnemar: the images that
+                   only one of two models gets right (p of errors is then McNemar's), None for heads with seeds
     correlations   of geometry with the classes' scores
     features       one per head, of its first seed, and view: name (PCA or LDA), of (h or x), share, and for every point
                    c class, u, v, and for every class the mean mu, mv
@@ -30,8 +31,6 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
@@ -43,12 +42,13 @@ import numpy as np
 from .. import geometry, measures, significance
 from ..analyze import MOST_POINTS, Analysis, Comparison, analyze, class_gaussians
 from ..files import read_json, sealed
-from ..messages import first_line
+from ..messages import first_line, plural
 from ..outputs import has_outputs
-from ..runs import environment, folder_name, read_config, read_environment, read_result, read_rows
-from ..summary import correct, summary_of, verdicts
-from ..tables import p_value, plain, signed
-from . import features
+from ..reproduce import labels
+from ..runs import command_line, environment, folder_name, read_config, read_environment, read_result, read_rows
+from ..summary import correct, correct_families, not_better, over_images, summary_of, verdicts
+from ..tables import plain
+from . import features, words
 from .examples import read_examples
 
 Document = dict[str, Any]
@@ -95,10 +95,10 @@ def from_runs(
             if not _is_number(result.get(m)):
                 raise ValueError(f"the last line of {folder / 'metrics.jsonl'} must have a number for {m!r}")
         data[config.data] = None
-        runs = found.setdefault(config.head_text(), {})
-        if config.seed in runs:
-            raise ValueError(f"{folder} and {runs[config.seed][0]} are of the same head and seed")
-        runs[config.seed] = folder, result
+        of_head = found.setdefault(config.head_text(), {})
+        if config.seed in of_head:
+            raise ValueError(f"{folder} and {of_head[config.seed][0]} are of the same head and seed")
+        of_head[config.seed] = folder, result
     if len(data) > 1:
         raise ValueError(f"runs of one report must be on the same data, got {' and '.join(data)}")
     heads = sorted(found, key=lambda h: (h != "softmax", list(found).index(h)))  # softmax is the reference
@@ -106,8 +106,9 @@ def from_runs(
     if not seeds:
         raise ValueError("the heads of a report must have a seed in common, got none")
     summary = summary_of({h: [found[h][s][1] for s in seeds] for h in heads}, seeds)
-    runs = {(h, s): found[h][s][0] for h in heads for s in seeds}
-    doc = _from_runs(summary, runs, title or ", ".join(heads), data_root)
+    chosen = {(h, s): found[h][s][0] for h in heads for s in seeds}
+    summary["over_images"] = over_images(chosen)
+    doc = _from_runs(summary, chosen, title or ", ".join(heads), data_root)
     if left := sum(map(len, found.values())) - len(seeds) * len(heads):
         doc["notes"].append(f"{left} runs left out: their seed is not there for every head")
     return doc
@@ -129,13 +130,16 @@ def _read_summary(path: Path) -> dict[str, Any]:
                 row = metrics[metric][head]
                 if len(row["values"]) != len(seeds) or not all(map(_is_number, [row["mean"], *row["values"]])):
                     raise ValueError(f"{metric} of {head} must be {len(seeds)} numbers and their mean")
-                if head != heads[0] and len(seeds) > 1:
+                if head != heads[0] and len(seeds) > 1 and (metric != "error_x" or "paired" in row):
                     paired = row["paired"]
                     if not all(_is_number(paired[k]) for k in ("difference", "low", "high", "t", "p", "n")):
                         raise ValueError(f"the paired test of {metric} must be numbers")
+        for test in (of["paired"]["error"] for of in summary.get("over_images", {}).values()):
+            if not all(_is_number(test[k]) for k in ("difference", "low", "high", "p", "n")):
+                raise ValueError("the test over images must be numbers")
         if "sha256" in summary and summary != sealed(summary):
             raise ValueError("its checksum does not match its content")
-        correct([row["paired"] for rows in metrics.values() for row in rows.values() if "paired" in row])
+        correct_families(summary)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         reason = f"it lacks {error}" if isinstance(error, KeyError) else first_line(error)
         raise ValueError(f"{path} is not the summary of a comparison: {reason}") from None
@@ -156,8 +160,11 @@ def _from_runs(
 ) -> Document:
     heads, seeds = list(summary["heads"]), list(summary["seeds"])
     doc = blank(title, "compare", heads, seeds, bool(summary["multilabel"]))
+    summary = {**summary, "not_recipe": labels(runs)}
+    doc["not_recipe"] = summary["not_recipe"]
     doc["verdicts"], doc["incomplete"] = verdicts(dict(summary)), str(summary.get("incomplete") or "")
-    doc["metrics"] = with_intervals(summary["metrics"])
+    doc["metrics"], hidden = with_intervals(summary["metrics"]), set(summary.get("at_chance", ()))
+    doc["over_images"] = _json(summary.get("over_images", {}))
     if summary.get("tuning"):
         doc["tuning"], doc["trials"] = summary["tuning"], _trials(summary["tuning"])
     ready = {key: run for key, run in runs.items() if has_outputs(run)}
@@ -169,18 +176,22 @@ def _from_runs(
     notes = Counter[str]()
     for (head, seed), run in ready.items():
         found[head, seed] = a = analyze(run, most_points=MOST_POINTS // len(runs), name=head)
-        add_analysis(doc, a, head, seed)
+        add_analysis(doc, a, head, seed, hidden=head in hidden)
         _add_curve(doc, run, head, seed)
         notes.update(a.notes)
+        if a.chance is not None and head not in hidden:
+            alone = not_better(a.metrics["error"], 1 - a.chance)
+            doc["notes"].append(f"{head}, seed {seed}: {alone}; all seeds of this head together are")
     doc["notes"] += [note if n == len(ready) else f"{note} (in {n} of {len(ready)} runs)" for note, n in notes.items()]
+    _drop_empty(doc)
     for head in heads[1:]:
         pair = [[a for (h, _), a in found.items() if h == name] for name in (heads[0], head)]
-        if all(pair) and all(a.chance is None for a in (*pair[0], *pair[1])):
+        if all(pair) and not hidden & {head, heads[0]}:
             first, second = map(_over_seeds, pair)
             doc["over_classes"][head] = _json({m: significance.paired(first[m], second[m]) for m in first})
     correct([test for tests in doc["over_classes"].values() for test in tests.values()])
     doc["over_classes"] = _json(doc["over_classes"])  # a test without a p has no corrected one
-    doc["correlations"] = _correlations(found)
+    doc["correlations"] = _correlations({key: a for key, a in found.items() if key[0] not in hidden})
     doc["examples"] = read_examples(ready, data_root)
     _add_origin(doc, list(ready.values()))
     return doc
@@ -223,7 +234,7 @@ def _add_origin(doc: Document, runs: Sequence[Path]) -> None:
             doc["config"] = _json({k: v for k, v in asdict(config).items() if k not in different})
         described = read_environment(run)
         if command := str(described.pop("command", "")):
-            commands[command.replace("__main__.py", "python -m gsoftmax", 1)] = None
+            commands[command] = None
         doc["environment"] = doc["environment"] or _json({k: v for k, v in described.items() if k != "data"})
     doc["commands"] = [*commands][:5] + ([f"... and {len(commands) - 5} more"] if len(commands) > 5 else [])
     if (here := command_line()) not in doc["commands"]:
@@ -252,8 +263,13 @@ def from_analyses(
         values = {h: scale * averages[h][metric] for h in heads if metric in averages[h]}
         doc["metrics"][metric] = _json({h: {"values": [v], "mean": v, "sd": None} for h, v in values.items()})
     for a in analyses:
-        add_analysis(doc, a, a.name, 0)
-        doc["notes"] += [f"{a.name}: {note}" if len(heads) > 1 else note for note in a.notes]
+        add_analysis(doc, a, a.name, 0, hidden=a.chance is not None)
+        notes = list(a.notes)
+        if a.chance is not None:
+            shown = "no geometry is shown; do the rows of x and y belong together?"
+            notes.append(f"{not_better(a.metrics['error'], 1 - a.chance)}: {shown}")
+        doc["notes"] += [f"{a.name}: {note}" if len(heads) > 1 else note for note in notes]
+    _drop_empty(doc)
     for a, found in zip(analyses[1:], comparisons, strict=True):
         if first.chance is None and a.chance is None:
             doc["over_classes"][a.name] = _json(found.classes)
@@ -264,7 +280,8 @@ def from_analyses(
     correct([test for of in doc["over_classes"].values() for test in of.values()])
     correct([test for of in doc["over_images"].values() for test in of["paired"].values()])
     doc["over_classes"], doc["over_images"] = _json(doc["over_classes"]), _json(doc["over_images"])
-    doc["verdicts"] = [_against(first, a, doc) for a in analyses[1:]] or [_alone(first)]
+    size = plural(first.n, "image")
+    doc["verdicts"] = [found.against(first.name, size) for found in words.findings(doc)] or [_alone(first)]
     doc["environment"] = _json({k: v for k, v in environment().items() if k not in ("command", "gpu", "threads")})
     doc["commands"] = [command_line()]
     return doc
@@ -284,29 +301,6 @@ def _alone(a: Analysis) -> str:
         if ends[0] != ends[1]:
             sentence += f" on average, from {ends[0]} to {ends[1]}"
     return sentence + "."
-
-
-def _against(a: Analysis, b: Analysis, doc: Document) -> str:
-    images, classes = doc["over_images"][b.name], doc["over_classes"].get(b.name, {})
-    d, tests = images["paired"]["error"], sum(len(of["paired"]) for of in doc["over_images"].values())
-    what, test = ("labels wrong", "") if images["mcnemar"] is None else ("error", "McNemar ")
-    p = math.nan if d["p_holm"] is None else d["p_holm"]
-    shown = significance.verdict(d["difference"], p, smaller_is_better=True)
-    if p < significance.ALPHA:
-        shown += f", {test}p {p_value(p)}"
-    sentence = f"{b.name} against {a.name}, {d['n']:,} images: {what} {signed(100 * d['difference'])} points"
-    if d["low"] is not None:
-        sentence += f", interval {signed(100 * d['low'])} to {signed(100 * d['high'])}"
-    sentence += f": {shown}"
-    for measure in PAPER if classes else ():
-        g, base = classes[measure], a.geometry.average()[measure]
-        if g["n"] and base:
-            percent = round(100 * g["difference"] / base) or 0  # no -0
-            sentence += f"; {measure} {percent:+d} %, p {p_value(math.nan if g['p'] is None else g['p_holm'])}"
-            sentence += f" over {g['n']} classes"
-    return f"{sentence}. p after Holm's correction for {tests} tests over images" + (
-        f" and {sum(map(len, doc['over_classes'].values()))} over classes." if classes else "."
-    )
 
 
 def blank(title: str, kind: str, heads: Sequence[str], seeds: Sequence[int], multilabel: bool) -> Document:
@@ -339,11 +333,12 @@ def blank(title: str, kind: str, heads: Sequence[str], seeds: Sequence[int], mul
     }
 
 
-def add_analysis(doc: Document, a: Analysis, head: str, seed: int) -> None:
+def add_analysis(doc: Document, a: Analysis, head: str, seed: int, hidden: bool = False) -> None:
     """Adds one model to a document.
 
     doc, a: the document and the model
     head, seed: what the model is called there
+    hidden: whether its head is at chance level: the accuracy of its classes is shown, and no geometry
     """
     doc["classes"] = doc["classes"] or [plain(name) for name in a.classes]
     count, confidence, right = a.calibration.T
@@ -351,10 +346,13 @@ def add_analysis(doc: Document, a: Analysis, head: str, seed: int) -> None:
     doc["calibration"].append(_json({"head": head, "seed": seed, **bins}))
     if all(row["head"] != head for row in doc["features"]):
         doc["features"] += features.rows(a.views, head)
-    if a.chance is not None:
-        return
     row = _geometry(a.geometry, a.gaussians, head, seed, "test")
     row["AP" if a.multilabel else "accuracy"] = _json(a.score)
+    if hidden:
+        nothing = [None] * len(row["count"])
+        row |= {key: nothing for key in row if key not in ("head", "seed", "split", "count", "accuracy")}
+        doc["geometry"].append(row | {"nearest": [[] for _ in nothing]})
+        return
     if a.learned is not None:
         row["learned"], row["learned_measures"] = _json(a.learned), _json(a.learned_measures)
     for measure, ends in (a.intervals or {}).items():
@@ -371,6 +369,12 @@ def add_analysis(doc: Document, a: Analysis, head: str, seed: int) -> None:
         found = a.distributions
         tests = {"count": row["count"], "p_holm": significance.holm(found.p), **vars(found)}
         doc["normality"].append({"head": head, "seed": seed, **{k: _json(v, 6) for k, v in tests.items()}})
+
+
+def _drop_empty(doc: Document) -> None:
+    """Removes the geometry where no head shows any: figures of classes would be empty."""
+    if not doc["points"]:
+        doc["geometry"] = []
 
 
 def _geometry(g: geometry.ClassGeometry, n: Any, head: str, seed: int, split: str) -> dict[str, Any]:
@@ -429,7 +433,7 @@ def _over_seeds(runs: Sequence[Analysis]) -> dict[str, np.ndarray]:
 
 def _correlations(found: Mapping[tuple[str, int], Analysis]) -> dict[str, Any] | None:
     """Over the runs that have Gaussians, as the paper defines it and over all classes."""
-    chosen = {key: a for key, a in found.items() if a.learned is not None and a.chance is None}
+    chosen = {key: a for key, a in found.items() if a.learned is not None}
     if len(chosen) < 3:
         return None
     score = np.stack([a.score for a in chosen.values()])
@@ -447,13 +451,6 @@ def _correlations(found: Mapping[tuple[str, int], Analysis]) -> dict[str, Any] |
         }
     heads = list(dict.fromkeys(head for head, _ in chosen))
     return _json({"settings": len(chosen), "heads": heads, "rows": rows}) if rows else None
-
-
-def command_line() -> str:
-    """The command line of this process, quoted for a shell."""
-    program = Path(sys.argv[0]).name if sys.argv else ""
-    start = ["python", "-m", "gsoftmax"] if program == "__main__.py" else [program]
-    return shlex.join([*start, *sys.argv[1:]])
 
 
 def _json(value: Any, digits: int = 12) -> Any:

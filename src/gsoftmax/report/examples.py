@@ -5,7 +5,8 @@ the report is made; where that cannot be read, or its labels are not those of th
 
     examples   None, or: rows, unit ("image", "row"), runs, confusion, flips, labels, unlearned, pictures, missing
     confusion  order (classes, confusable ones are neighbours), heads: head -> images (of every class, in all runs),
-               right, wrong (class, predicted, count; the most frequent first); None for several labels
+               right, seeds, wrong (class, predicted, count, count of every seed; the most frequent first); None for
+               several labels
     flips      head -> runs (of the first head, and of it), better, worse (examples that a larger, or smaller, part of
                its runs gets right), apart, apart_first (examples on which a run of it and of the first head differ, and
                two runs of the first), tiles
@@ -117,7 +118,8 @@ def some_examples(found: dict[str, Any] | None, place: Mapping[int, int]) -> dic
         "heads": {
             head: {
                 **{k: [of[k][c] for c in place] for k in ("images", "right")},
-                "wrong": [[place[c], place[j], n] for c, j, n in of["wrong"] if c in place and j in place],
+                "seeds": of["seeds"],
+                "wrong": [[place[c], place[j], *n] for c, j, *n in of["wrong"] if c in place and j in place],
             }
             for head, of in found["confusion"]["heads"].items()
         },
@@ -258,16 +260,19 @@ def _confusion(
     told, softs = {}, [run.soft for run in found.values() if run.soft is not None]
     for head in heads:
         runs, right, images = _of(found, head), np.zeros(classes, np.int64), np.zeros(classes, np.int64)
-        cells = np.zeros(0, np.int64)
+        cells = []
         for run in runs:
             y, j = run.y[used].astype(np.int64), run.predicted[used].astype(np.int64)
             images += np.bincount(y, minlength=classes)
             right += np.bincount(y[y == j], minlength=classes)
-            cells = np.concatenate([cells, y[y != j] * classes + j[y != j]])
-        place, count = np.unique(cells, return_counts=True)
-        order = np.lexsort((place, -count))[:MOST_CELLS]
-        wrong = [[*divmod(c, classes), n] for c, n in zip(place[order].tolist(), count[order].tolist(), strict=True)]
-        told[head] = {"images": images.tolist(), "right": right.tolist(), "wrong": wrong}
+            cells.append(y[y != j] * classes + j[y != j])
+        place, cell = np.unique(np.concatenate(cells), return_inverse=True)
+        of_run = np.repeat(np.arange(len(runs)), [len(c) for c in cells])
+        count = np.bincount(cell * len(runs) + of_run, minlength=len(place) * len(runs)).reshape(-1, len(runs))
+        order = np.lexsort((place, -count.sum(1)))[:MOST_CELLS]
+        wrong = [[*divmod(int(place[k]), classes), int(count[k].sum()), *count[k].tolist()] for k in order]
+        seeds = [seed for name, seed in found if name == head]
+        told[head] = {"images": images.tolist(), "right": right.tolist(), "seeds": seeds, "wrong": wrong}
     order_ = None
     if softs:
         mean = np.sum(softs, axis=0)

@@ -26,10 +26,10 @@ def view(doc: Mapping[str, Any]) -> dict[str, Any]:
         flips.append({**told, "gained": gained, "lost": lost})
     labels = [_tile(doc, tile, {}) for tile in found["labels"]]
     unlearned = [doc["classes"][c] for c in found["unlearned"]]
-    told = ", ".join(unlearned[:_MOST_NAMES]) + f" and {len(unlearned) - _MOST_NAMES:,} more" * (
-        len(unlearned) > _MOST_NAMES
-    )
-    return {"flips": flips, "labels": labels, "unlearned": told, "missing": found["missing"]}
+    names = ", ".join(unlearned[:_MOST_NAMES])
+    if len(unlearned) > _MOST_NAMES:
+        names += f" and {len(unlearned) - _MOST_NAMES:,} more"
+    return {"flips": flips, "labels": labels, "unlearned": names, "missing": found["missing"]}
 
 
 def _told(doc: Mapping[str, Any], head: str, of: Mapping[str, Any]) -> str:

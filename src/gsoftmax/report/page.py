@@ -13,10 +13,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from .. import measures
 from ..files import atomic_write
 from ..significance import ALPHA
-from ..summary import PAIRED, differences, means, tuning_tables
+from ..summary import PAIRED, differences, means, no_verdict, over_images_tables, tuning_tables
 from ..tables import Shown, Table
 from . import gallery, specs, tables, words
 from .colours import colours
@@ -29,7 +31,6 @@ _MOST_ROWS = 5_000
 _MOST_CLASSES = 1_500
 _MOST_EXACT = 200  # classes whose numbers have all digits
 _MOST_TABLE_ROWS = 200  # of a table on the page
-_MOST_CONFUSIONS = 20
 
 
 def write(doc: Document, out: str | os.PathLike[str]) -> Path:
@@ -57,7 +58,7 @@ def render(doc: Document) -> str:
         colours=paint,
         about=words.about(doc),
         findings=found,
-        no_verdict=words.no_verdict(doc),
+        no_verdict=no_verdict(doc),
         has_forest=doc["kind"] == "compare" and bool(found),
         headline=headline.key,
         headline_smaller=headline.smaller_is_better,
@@ -65,8 +66,7 @@ def render(doc: Document) -> str:
         tables={
             "summary": means(small),
             "tuning": tuning_tables(small),
-            "differences": [*differences(small), *tables.over_images(small)],
-            "confusions": [t.first(_MOST_CONFUSIONS, t.note) for t in [tables.confusions(small)] if t and t.rows],
+            "differences": [*differences(small), *over_images_tables(small)],
             "rest": [
                 t.first(_MOST_TABLE_ROWS, few.format(len(t.rows), t.note)) for t in rest if t is not None and t.rows
             ],
@@ -74,6 +74,8 @@ def render(doc: Document) -> str:
         places={name: c for c, name in reversed(list(enumerate(small["classes"])))},
         name_of=lambda key: measures.find(key).title,
         curve_title=specs.title_of,
+        cells=_cells,
+        opened=_opened(small),
         sure=_sure,
         tuned_keys=list(specs.sensitivities(small)),
         has_learned=any("learned" in g for g in doc["geometry"]),
@@ -136,6 +138,29 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list):
         return [_rounded(v) for v in value]
     return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def _opened(doc: Document) -> int:
+    """The class that is shown first: of several models that whose score changes most, else that which scores worst."""
+    key, scores = doc["measures"][-1], {}
+    for head in doc["heads"]:
+        runs = [g[key] for g in doc["geometry"] if g["head"] == head and g["split"] == "test"]
+        if runs:
+            scores[head] = np.array(runs, dtype=float).mean(0)
+    if not scores:
+        return 0
+    first, *others = scores.values()
+    changes = np.max([np.abs(other - first) for other in others], axis=0) if others else np.zeros_like(first)
+    order = np.lexsort((first, -np.nan_to_num(changes)))  # nan, a class without images, comes last
+    return int(order[0])
+
+
+def _cells(table: Table) -> list[list[str]]:
+    """The rows of a table as text, numbers with the minus sign of the prose and the figures."""
+    return [
+        [text if isinstance(cell, str) else text.replace("-", "−") for cell, text in zip(*row, strict=True)]
+        for row in zip(table.rows, table.cells(), strict=True)
+    ]
 
 
 def _sure(table: Table, row: int) -> bool:

@@ -25,7 +25,7 @@ from .. import measures, recipes, significance
 from ..analyze import Analysis, analyze
 from ..messages import unknown
 from ..recipes import Recipe
-from ..reproduce import Seed, by_label, ours, read_seeds
+from ..reproduce import Seed, by_label, not_recipe, ours, read_seeds
 from ..tables import Cell, Shown, Table, plus_minus
 from . import specs
 from .data import PAPER, Document, add_analysis, blank, some_classes, some_points, with_intervals
@@ -143,10 +143,10 @@ def figure(
     parts, notes = _read(name, [recipes.find(row) for row in rows or wanted.rows], Path(runs), rows is None)
     title = f"Figure {name.removeprefix('figure')}: {wanted.title}"
     draw, tabulate = _WAYS[name]
-    changed = _changed([row for part in parts for row in part.rows])
+    changed = {row.recipe.name: row.seeds[0].label for part in parts for row in part.rows if row.seeds[0].label}
     spec = draw(parts, title)
     seeds = sorted({len(row.seeds) for part in parts for row in part.rows})
-    told = [*([changed] if changed else []), *([_seeds_told(seeds)] if seeds[-1] > 1 else [])]
+    told = [*filter(None, (not_recipe({"not_recipe": changed}), _seeds_told(seeds) if seeds[-1] > 1 else ""))]
     if told:
         wrap: Any = {"width": 90, "break_on_hyphens": False, "max_lines": 4, "placeholder": " … (all in the tables)"}
         spec["title"]["subtitle"] = [line for text in told for line in textwrap.wrap(text, **wrap)]
@@ -197,16 +197,6 @@ def _chosen(recipe: Recipe, runs: Path) -> tuple[list[Seed], str]:
     chosen, *others = groups.values() or [[]]
     left = "; ".join(f"{len(found)} of {recipe.name} ({found[0].label})" for found in others)
     return chosen, f"Left out, because their settings differ: {left}." if left else ""
-
-
-def _changed(rows: Sequence[_Row]) -> str:
-    """One sentence on the runs that are not their recipes; empty if all are."""
-    found = {row.recipe.name: row.seeds[0].label for row in rows}
-    if not any(found.values()):
-        return ""
-    if len(set(found.values())) == 1:
-        return f"Not the recipes: {next(iter(found.values()))}."
-    return f"Not the recipes: {'; '.join(f'{name}: {text}' for name, text in found.items() if text)}."
 
 
 def _read(name: str, wanted: Sequence[Recipe], runs: Path, may_lack: bool) -> tuple[list[_Part], list[str]]:

@@ -1,9 +1,10 @@
 """The figures of a report as Vega-Lite, for the page and for files.
 
 A spec names the part of the document that it draws (`data.name`) and selects its rows by parameters: `doc` (classes,
-heads, colours, seeds, metrics, titles of measures, confusable order of the classes), `sides` (what own outputs and
-impostors are called) and the choices `cls`, `head` and `seed` (null for all), `split`, `metric`, `curve` and `panel`
-(head of the panel).  The page sets them from its controls; `figures.py` writes constants in their place.
+heads, colours, seeds, metrics, titles, scales and directions of measures, confusable order of the classes), `sides`
+(what own outputs and impostors are called) and the choices `cls`, `head` and `seed` (null for all), `split`, `metric`,
+`curve` and `panel` (head of the panel).  The page sets them from its controls; `figures.py` writes constants in their
+place.
 """
 
 from __future__ import annotations
@@ -30,12 +31,20 @@ SLIDERS = (
 SHOWN = 20  # classes that the bars of a file show
 MOST_COLOURS = 20  # classes with a colour each
 FEWEST = 10  # images of a bin of the reliability diagram
+_NUMBERED = 12  # classes whose confusion matrix has numbers
 _LINE = "#888888A0"
 _CROSS = "M-.8,-.8L.8,.8M.8,-.8L-.8,.8"  # two thin strokes
 _FEW = {"tickCount": 6}
 _NUMBER = {"labelExpr": "datum.label === '' ? '' : format(datum.value, '.4~g')"}  # "~g" alone writes 10 as 1e+1
 _CHOSEN = "(head === null || datum.head === head) && (seed === null || datum.seed === seed)"
 _PAIR = "isArray(datum.pair) && isValid(datum.pair[0]) && isValid(datum.pair[1])"
+_LEGEND = {
+    "title": "% of the class",
+    "orient": "bottom",
+    "direction": "horizontal",
+    "symbolType": "square",
+    "tickCount": 4,
+}
 _COLOUR = {"field": "head", "type": "nominal", "title": None, "scale": {"domain": {"expr": "doc.heads"}}}
 _HEADS = {"field": "head", "type": "nominal", "title": "head", "sort": None}
 
@@ -63,7 +72,7 @@ def for_page(doc: Mapping[str, Any]) -> dict[str, Spec]:
         "scatter": (scatter(), 220),
         "gaussians": (gaussians(), 260),
         "learned": (learned(), 340),
-        "confusion": (confusion(), 320),
+        "confusion": (confusion(numbers=len(doc["classes"]) <= _NUMBERED), 90 + min(270, 34 * len(doc["classes"]))),
         "curves": (curves(), 260),
         "seeds": (seeds(), 240),
         "differences": (differences(), 240),
@@ -82,6 +91,10 @@ def parameters(doc: Mapping[str, Any], **choice: Any) -> dict[str, Any]:
     known |= {"order": list(doc["metrics"]), "confusable": found.get("order") or []}
     keys = [*doc["metrics"], *doc["measures"], *(key for run in doc["curves"] for key in run)]
     known["titles"] = {key: title_of(key) for key in keys}
+    known["scales"] = {key: measures.find(key).scale for key in doc["measures"]}
+    shown = {key: measures.find(key) for key in doc["metrics"]}
+    known["differences"] = {key: m.difference for key, m in shown.items()}
+    known["arrows"] = {key: f"{m.title} {'↓' if m.smaller_is_better else '↑'}" for key, m in shown.items()}
     sides = ["with the label", "without the label"] if doc["multilabel"] else ["own output", "impostors"]
     return {"doc": known, "sides": sides, "cls": 0, "head": None, "seed": None, "split": "test", **choice}
 
@@ -108,13 +121,13 @@ def sources(doc: Mapping[str, Any]) -> dict[str, Any]:
 
 def forest(metric: str = "metric") -> Spec:
     """The difference of every head from the first: rings for the seeds, the mean, and its 95 % interval."""
-    title = {"expr": f"'difference from ' + doc.heads[0] + ': ' + doc.titles[{metric}]"}
+    title = {"expr": f"'difference from ' + doc.heads[0] + ': ' + doc.differences[{metric}]"}
     return _differences(metric, "x", title, {**_HEADS, "title": None, "axis": {"labelLimit": 170}})
 
 
 def differences(metric: str = "metric") -> Spec:
     """The same from bottom to top."""
-    return _differences(metric, "y", {"expr": f"doc.titles[{metric}] + ', minus ' + doc.heads[0]"}, _HEADS)
+    return _differences(metric, "y", {"expr": f"doc.differences[{metric}] + ', minus ' + doc.heads[0]"}, _HEADS)
 
 
 def relative() -> Spec:
@@ -132,7 +145,7 @@ def relative() -> Spec:
         {"flatten": ["key"]},
         _calc(row="doc.metrics[datum.key][datum.head]"),
         f"isValid(datum.row) && isValid(datum.row.paired) && {base} !== 0",
-        _calc(label="doc.titles[datum.key]", p="datum.row.paired.p_holm"),
+        _calc(label="doc.arrows[datum.key]", p="datum.row.paired.p_holm"),
         _calc(**{k: f"100 * datum.row.paired.{of} / abs({base})" for k, of in _PAIRED.items()}),
     )
     return _figure(
@@ -177,24 +190,26 @@ def scatter(panel: str = "panel", cls: str = "cls") -> Spec:
 
 
 def gaussians(cls: str = "cls") -> Spec:
-    """The Gaussians of a class's own output and of all its impostors; with one head chosen, its nearest impostors."""
+    """The Gaussians of a class's own output and of all its impostors, with mean and σ averaged over seeds; with one
+    head chosen, its nearest impostors."""
     alone = "(head !== null || length(doc.heads) === 1)"
     near = f"datum.nearest[{cls}]"
     pairs = {f"near{k}": f"{alone} && length({near}) > {k} ? slice({near}[{k}], 1) : null" for k in range(3)}
     pairs = {"all": f"datum.other[{cls}]", **pairs, "one": f"datum.own[{cls}]"}
     is_near = "indexof(datum.key, 'near') === 0"
+    averages = [{"op": "mean", "field": f, "as": f} for f in ("mean", "sigma")]
     name = f"'impostor ' + doc.classes[{near}[toNumber(slice(datum.key, 4))][0]]"
     encoding = {
         "x": _q("x", axis=_FEW),
         "y": _q("density", stack=None),
         "color": _COLOUR,
-        "detail": [{"field": "key"}, {"field": "seed"}],
-        "tooltip": [_text("head"), _text("which"), _number("mean"), _number("sigma", "σ"), _text("seed")],
+        "detail": [{"field": "which"}],
+        "tooltip": [_text("head"), _text("which"), _number("mean"), _number("sigma", "σ"), _text("seeds")],
     }
     dash = {"domain": {"expr": "sides"}, "range": [[1, 0], [5, 3]]}
     line = {
         "strokeDash": {"field": "side", "type": "nominal", "title": None, "scale": dash},
-        "strokeWidth": {"condition": {"test": is_near, "value": 1}, "value": 2.2},
+        "strokeWidth": {"condition": {"test": "datum.near", "value": 1}, "value": 2.2},
     }
     return _figure(
         "geometry",
@@ -203,12 +218,14 @@ def gaussians(cls: str = "cls") -> Spec:
             _calc(**pairs),
             {"fold": list(pairs), "as": ["key", "pair"]},
             f"{_PAIR} && datum.pair[1] > 0",
-            _calc(side="datum.key === 'one' ? sides[0] : sides[1]", which=f"{is_near} ? {name} : datum.side"),
-            _calc(mean="datum.pair[0]", sigma="datum.pair[1]", u="sequence(-4, 4.001, 0.05)"),
+            _calc(near=is_near, side="datum.key === 'one' ? sides[0] : sides[1]"),
+            _calc(which=f"datum.near ? {name} : datum.side", mean="datum.pair[0]", sigma="datum.pair[1]"),
+            {"aggregate": [*averages, {"op": "count", "as": "seeds"}], "groupby": ["head", "which", "side", "near"]},
+            _calc(u="sequence(-4, 4.001, 0.05)"),
             {"flatten": ["u"]},
             _calc(x="datum.mean + datum.sigma * datum.u", density="densityNormal(datum.x, datum.mean, datum.sigma)"),
         ),
-        _layer({"type": "area", "opacity": 0.06, "line": False}, encoding, "datum.key === 'one'"),
+        _layer({"type": "area", "opacity": 0.1, "line": False}, encoding, "datum.side === sides[0]"),
         _layer({"type": "line"}, {**encoding, **line}),
     )
 
@@ -242,7 +259,7 @@ def average_bars(metric: str, title: str) -> Spec:
 def learned(panel: str = "head", chosen: str = "cls") -> Spec:
     """(μ, σ) of the head compared with the empirical mean and deviation of x, averaged over seeds.
 
-    The chosen class has a stroke that widens from what is learned to what is there, and its own name.
+    The chosen class has an arrow from what is learned to what is there.
     """
     kinds = {"learned": "circle", "its own images": "triangle-up"}
     shapes = {"domain": list(kinds), "range": list(kinds.values())}
@@ -258,9 +275,18 @@ def learned(panel: str = "head", chosen: str = "cls") -> Spec:
         "shape": {"field": "kind", "type": "nominal", "title": None, "scale": shapes},
         "tooltip": [_text("name", "class"), _text("head"), _text("kind"), _number("mean"), _number("sigma", "σ")],
     }
-    trail = {"x": x, "y": y, "color": colour, "order": {"field": "step"}, "detail": [{"field": "head"}]}
-    trail["size"] = {"field": "step", "type": "quantitative", "scale": {"range": [1, 7]}, "legend": None}
     of_chosen = f"datum.c === {chosen}"
+    ends = {f"{field}{end}": (field, end) for end in (0, 1) for field in ("mean", "sigma")}  # learned, and there
+    joined = _steps(
+        of_chosen,
+        _calc(**{k: f"datum.step === {end} ? datum.{field} : 0" for k, (field, end) in ends.items()}),
+        {"aggregate": [{"op": "sum", "field": k, "as": k} for k in ends], "groupby": ["head"]},
+    )
+    arrow = {"x": {**x, "field": "mean0"}, "y": {**y, "field": "sigma0"}, "color": colour}
+    tip = {"x": {**x, "field": "mean1"}, "y": {**y, "field": "sigma1"}, "color": colour}
+    along = {k: f"scale('{k}', datum.{f}1) - scale('{k}', datum.{f}0)" for k, f in (("x", "mean"), ("y", "sigma"))}
+    angle = {"expr": f"atan2({along['y']}, {along['x']}) * 180 / PI"}
+    head = {"type": "point", "shape": "M0,0L-1.6,-0.7L-1.6,0.7Z", "size": 180, "angle": angle}
     means = [{"op": "mean", "field": f, "as": f} for f in ("mean", "sigma")]
     return _figure(
         "geometry",
@@ -276,13 +302,19 @@ def learned(panel: str = "head", chosen: str = "cls") -> Spec:
             _calc(step=f"indexof({list(kinds)}, datum.kind)", name="doc.classes[datum.c]"),
         ),
         _layer({"type": "point", "filled": True, "opacity": 0.35, "size": 45, "cursor": "pointer"}, points),
-        _layer({"type": "trail", "opacity": 0.8}, trail, of_chosen),
-        _layer({"type": "point", "filled": True, "opacity": 1, "size": 150, "stroke": "white"}, points, of_chosen),
+        _layer({"type": "point", "filled": True, "opacity": 1, "size": 110, "stroke": "white"}, points, of_chosen),
+        _layer(
+            {"type": "rule", "strokeWidth": 2}, {**arrow, "x2": {"field": "mean1"}, "y2": {"field": "sigma1"}}, joined
+        ),
+        *([] if chosen == "-1" else [_layer({**head, "filled": True, "opacity": 1}, tip, joined)]),
     )
 
 
-def confusion(panel: str = "panel", chosen: str = "cls") -> Spec:
-    """What the images of every class are taken for, by one head: percent of the class, over all seeds."""
+def confusion(panel: str = "panel", chosen: str = "cls", *, numbers: bool = False) -> Spec:
+    """What the images of every class are taken for, by one head: percent of the class, over all seeds or of one.
+
+    numbers: whether they are written in the cells
+    """
     names = {"labelExpr": "doc.classes[doc.confusable[datum.value]]", "labelOverlap": True, "labelLimit": 110}
     axis = {**names, "ticks": False, "domain": False}
     domain = {"domain": {"expr": "sequence(length(doc.confusable))"}, "padding": 0.06}
@@ -296,7 +328,7 @@ def confusion(panel: str = "panel", chosen: str = "cls") -> Spec:
         "opacity": {
             "field": "share",
             "type": "quantitative",
-            "legend": None,
+            "legend": None if numbers else _LEGEND,
             "scale": {"type": "sqrt", "domainMin": 0, "range": [0.08, 1]},
         },
         "tooltip": [_text("name", "class"), _text("as", "taken for"), _number("share", "% of the class"), _text("n")],
@@ -306,20 +338,30 @@ def confusion(panel: str = "panel", chosen: str = "cls") -> Spec:
     one: Spec = {"values": [{}]}
     each = _calc(row="sequence(length(doc.confusable))", column="sequence(length(doc.confusable))")
     diagonal = _layer({"type": "rect", "color": "#88888830"}, {"x": x, "y": y}, each, {"flatten": ["row", "column"]})
+    counted = _steps(
+        _calc(place="seed === null ? 2 : 3 + indexof(datum.seeds, seed)"),
+        {"flatten": ["wrong"]},
+        _calc(c="datum.wrong[0]", j="datum.wrong[1]", n="datum.wrong[datum.place]"),
+        "datum.n > 0 && (seed === null || datum.place > 2)",
+        _calc(row="indexof(doc.confusable, datum.c)", column="indexof(doc.confusable, datum.j)"),
+        _calc(all="datum.images[datum.c] / (seed === null ? 1 : length(datum.seeds))", name="doc.classes[datum.c]"),
+        _calc(share="100 * datum.n / datum.all", **{"as": "doc.classes[datum.j]"}),
+    )
+    mine = f"datum.head === {panel}"
+    most = _layer(
+        {"type": "point", "size": 0},
+        {"opacity": cells["opacity"]},
+        counted,
+        {"aggregate": [{"op": "max", "field": "share", "as": "share"}]},
+    )
+    written = {"x": x, "y": y, "text": {"field": "share", "type": "quantitative", "format": ".1f"}}
     return _figure(
         "confusion",
         [],
         {**diagonal, "data": one},
-        _layer(
-            {"type": "rect", "cursor": "pointer"},
-            cells,
-            f"datum.head === {panel}",
-            {"flatten": ["wrong"]},
-            _calc(c="datum.wrong[0]", j="datum.wrong[1]", n="datum.wrong[2]"),
-            _calc(row="indexof(doc.confusable, datum.c)", column="indexof(doc.confusable, datum.j)"),
-            _calc(share="100 * datum.n / datum.images[datum.c]", name="doc.classes[datum.c]"),
-            _calc(**{"as": "doc.classes[datum.j]"}),
-        ),
+        most,  # of all heads: the same colours mean the same
+        _layer({"type": "rect", "cursor": "pointer"}, cells, mine, counted),
+        *([_layer({"type": "text", "fontSize": 11, "cursor": "pointer"}, written, mine, counted)] if numbers else []),
         {**_layer(frame, {"y": y}, _calc(row=place), "datum.row >= 0"), "data": one},
         {**_layer(frame, {"x": x}, _calc(column=place), "datum.column >= 0"), "data": one},
     )
@@ -366,7 +408,7 @@ def sensitivity(key: str, scale: str, title: str, worst: float, best: float) -> 
     }
     rows = _steps(f"datum.key === {json.dumps(key)}", "head === null || datum.head === head")
     line = {"type": "line", "point": {"size": 30, "filled": True}, "strokeWidth": 2}
-    ring = {"type": "point", "filled": False, "size": 36, "opacity": 0.55}
+    ring = {"type": "point", "filled": False, "size": 36, "opacity": 0.8}
     return _figure("trials", rows, _layer(ring, shared, "!datum.swept"), _layer(line, shared, "datum.swept"))
 
 
@@ -570,7 +612,8 @@ def _differences(metric: str, along: str, title: Spec, heads: Spec) -> Spec:
         _calc(value="datum.value - datum.first"),
     )
     zero = _layer({"type": "rule", "strokeDash": [4, 3]}, {along: {"datum": 0}})
-    rows = _steps(_row_of(metric), "datum.head !== doc.heads[0] && isValid(datum.row)")
+    known = f"datum.head !== doc.heads[0] && isValid(doc.metrics[{metric}][doc.heads[0]])"
+    rows = _steps(_row_of(metric), known)
     return _figure("heads", rows, zero, *_seeds(each, "datum.row.paired", title, along, heads))
 
 
@@ -583,7 +626,8 @@ def _seeds(each: list[Spec], row: str, title: str | Spec | None, along: str = "y
     across, beside = ("x", "xOffset") if along == "y" else ("y", "yOffset")
     value = _q("value", None, scale={"zero": False, "padding": 8}, axis={**_FEW, "title": title})
     shared = {across: heads, along: value, "color": _COLOUR}
-    ring, tooltip = {"type": "point", "filled": False, "size": 50, beside: -9}, [_text("head"), _text("seed")]
+    ring = {"type": "point", "filled": False, "size": 50, "opacity": 1, "strokeWidth": 1.6, beside: -9}
+    tooltip = [_text("head"), _text("seed")]
     dot = {"type": "point", "filled": True, "size": 80, "opacity": 1, beside: 9}
     wide = [_text("head"), *(_number(k, t) for k, t in _ENDS.items())]
     ends = {along: {**value, "field": "low"}, f"{along}2": {"field": "high"}, "tooltip": wide}

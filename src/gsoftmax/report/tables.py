@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .. import measures, significance
-from ..summary import PAIRED, differences, means, paired_cells, paired_table, tuning_tables
+from ..summary import PAIRED, differences, means, over_images_tables, paired_cells, tuning_tables
 from ..tables import Cell, Shown, Table, p_value
 
 _MOST_CONFUSIONS = 500
@@ -17,7 +17,7 @@ _MOST_CONFUSIONS = 500
 
 def of_document(doc: Mapping[str, Any]) -> list[Table]:
     """All tables of a report, those without rows left out."""
-    tests = [*over_images(doc), *over_classes(doc), correlations(doc), normality(doc), confusions(doc)]
+    tests = [*over_images_tables(doc), *over_classes(doc), correlations(doc), normality(doc), confusions(doc)]
     found = [means(doc), *differences(doc), *tuning_tables(doc), *tests, classes(doc), intervals(doc)]
     return [table for table in found if table is not None and table.rows]
 
@@ -40,26 +40,11 @@ def over_classes(doc: Mapping[str, Any]) -> list[Table]:
         "Classes of one model are not independent of each other: p describes these models, not new ones."
     )
     title = f"{{}} minus {doc['heads'][0]}, paired over classes"
-    return [paired_table(title.format(head), tests, note) for head, tests in doc["over_classes"].items()]
-
-
-def over_images(doc: Mapping[str, Any]) -> list[Table]:
-    """Models against the first, on the same images."""
     made = []
-    count = sum(len(found["paired"]) for found in doc["over_images"].values())
-    for head, found in doc["over_images"].items():
-        rows = []
-        for key, test in found["paired"].items():
-            measure = measures.find("hamming" if key == "error" and doc["multilabel"] else key)
-            label = f"{measure.label}, points" if measure.percent else measure.label
-            rows.append((label, *paired_cells(test, measure.scale)))
-        note = f"p, Holm: corrected for the {count} tests over images."
-        if (exact := found["mcnemar"]) is not None:
-            note = (
-                f"{exact['only_first_right']:,} images only {doc['heads'][0]} gets right, "
-                f"{exact['only_second_right']:,} only {head}. p of errors is McNemar's exact one. {note}"
-            )
-        made.append(Table(f"{head} minus {doc['heads'][0]}, paired over images", ("", *PAIRED), tuple(rows), note))
+    for head, tests in doc["over_classes"].items():
+        found = {measures.find(key): test for key, test in tests.items()}
+        rows = tuple((m.difference, *paired_cells(test, m.scale)) for m, test in found.items())
+        made.append(Table(title.format(head), ("", *PAIRED), rows, note))
     return made
 
 
@@ -117,7 +102,7 @@ def confusions(doc: Mapping[str, Any]) -> Table | None:
         return None
     parts: dict[tuple[int, int], dict[str, float]] = {}
     for head, of in found["heads"].items():
-        for c, j, n in of["wrong"]:
+        for c, j, n, *_ in of["wrong"]:
             parts.setdefault((c, j), {})[head] = 100 * n / of["images"][c]
     order = sorted(parts, key=lambda pair: (-sum(parts[pair].values()), pair))
     names, heads = doc["classes"], list(found["heads"])
@@ -141,7 +126,7 @@ def classes(doc: Mapping[str, Any]) -> Table:
     for c, name in enumerate(doc["classes"]):
         for (split, head), runs in groups.items():
             if runs:
-                values = [_mean([g[m][c] for g in runs if g.get(m)]) for m in shown]
+                values = [_shown(m, _mean([g[m][c] for g in runs if g.get(m)])) for m in shown]
                 rows.append((name, *([split] if several else []), head, runs[0]["count"][c], *values))
     return Table("Every class", header, tuple(rows))
 
@@ -154,7 +139,7 @@ def intervals(doc: Mapping[str, Any]) -> Table | None:
     shown = [m for m in ("accuracy", *doc["measures"]) if f"{m}_low" in found[0]]
     shown = list(dict.fromkeys(shown))
     rows = tuple(
-        (name, g["head"], g["count"][c], *(v for m in shown for v in (g[m][c], g[f"{m}_low"][c], g[f"{m}_high"][c])))
+        (name, g["head"], g["count"][c], *(_shown(m, g[k][c]) for m in shown for k in (m, f"{m}_low", f"{m}_high")))
         for c, name in enumerate(doc["classes"])
         for g in found
     )
@@ -166,6 +151,11 @@ def intervals(doc: Mapping[str, Any]) -> Table | None:
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [v for v in values if v is not None]
     return float(np.mean(known)) if known else None
+
+
+def _shown(key: str, value: float | None) -> float | None:
+    """A number in the unit of its measure's title."""
+    return None if value is None else measures.find(key).scale * value
 
 
 def p_cell(p: float | None) -> Cell:

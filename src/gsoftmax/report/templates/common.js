@@ -12,9 +12,12 @@ async function draw(name, container, spec) {
   views[name] = result.view;
 }
 
+// A number as text, with the minus sign of the figures.
+const minus = (number) => String(number).replaceAll("-", "−");
+
 // A number for reading: four significant digits.
 function show(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   const text = value.toPrecision(4);
-  return text.includes("e") ? Number(text).toExponential() : text;
+  return minus(text.includes("e") ? Number(text).toExponential() : text);
 }

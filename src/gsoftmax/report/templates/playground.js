@@ -12,7 +12,7 @@
   function update() {
     const v = Object.fromEntries(names.map((name) => [name, Number(document.getElementById(name).value)]));
     for (const name of names) {
-      document.getElementById(`${name}-shown`).textContent = v[name];
+      document.getElementById(`${name}-shown`).textContent = minus(v[name]);
       for (const panel of panels) views[`playground-${panel.dataset.playground}`].signal(name, v[name]);
     }
     for (const panel of panels) views[`playground-${panel.dataset.playground}`].run();

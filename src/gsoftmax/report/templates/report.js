@@ -42,49 +42,75 @@
     });
   }
 
+  // A number in the unit of its measure's title.
+  const scales = specs.parameters.doc.scales;
+  const scaled = (measure, v) => (v === null || v === undefined ? null : scales[measure] * v);
+  // As many decimals as give the largest of some numbers four digits; all have the same.
+  const decimals = (values) => {
+    const most = Math.max(0, ...known(values).map(Math.abs));
+    return most >= 10 ? 2 : most >= 1 ? 3 : 4;
+  };
+  const fixed = (v, digits, sign = "") => {
+    if (v === null || v === undefined) return "–";
+    const text = v.toFixed(digits);
+    return Number(text) === 0 ? text.replace("-", "") : (v > 0 ? sign : "") + minus(text);
+  };
+
   function numbers() {
-    const { cls: c, seed, split } = choice(), table = element("numbers");
+    const { cls: c, seed, split } = choice(), table = element("numbers"), rows = [];
     for (const place of document.querySelectorAll("span.chosen")) place.textContent = data.classes[c];
     table.tBodies[0].replaceChildren();
     for (const head of heads()) {
       const runs = data.geometry.filter((g) => g.head === head && g.split === split && (seed === null || g.seed === seed));
-      if (!runs.length) continue;
-      const of = (pick) => show(mean(runs.map(pick)));
-      line(table, [head], [of((g) => g.own[c][0]), of((g) => g.own[c][1]), ...data.measures.map((m) => of((g) => g[m]?.[c]))]);
-      const taught = runs.filter((g) => g.learned);
-      if (taught.length) {
-        const from = (pick) => show(mean(taught.map(pick)));
-        line(table, [`${head}, learned`], [
-          from((g) => g.learned[c][0]), from((g) => g.learned[c][1]),
-          ...data.measures.map((m) => from((g) => g.learned_measures[m]?.[c])),
-        ]);
-      }
+      const add = (title, pair, measures, of) => of.length && rows.push([title, [
+        ...[0, 1].map((k) => mean(of.map((g) => g[pair][c]?.[k]))),
+        ...data.measures.map((m) => scaled(m, mean(of.map((g) => measures(g)[m]?.[c])))),
+      ]]);
+      add(head, "own", (g) => g, runs);
+      add(`${head}, learned`, "learned", (g) => g.learned_measures, runs.filter((g) => g.learned));
     }
+    const digits = rows.length ? rows[0][1].map((_, k) => decimals(rows.map(([, values]) => values[k]))) : [];
+    for (const [title, values] of rows) line(table, [title], values.map((v, k) => fixed(v, digits[k])));
   }
 
-  // What the chosen class is taken for, and what is taken for it, by every head.
-  function confused() {
-    const table = element("confused");
-    if (!table) return;
-    const { cls } = choice(), most = 4, sums = new Map(), found = data.examples.confusion.heads;
-    table.tBodies[0].replaceChildren();
-    for (const head of data.heads) {
-      for (const [c, j, n] of found[head]?.wrong ?? []) {
-        if (c !== cls && j !== cls) continue;
+  // What is taken for what, by the chosen heads and seed: in percent of the class, the most frequent first.
+  function confusions() {
+    const { seed } = choice(), sums = new Map(), found = data.examples.confusion.heads;
+    for (const head of heads()) {
+      const { wrong, images, seeds } = found[head] ?? { wrong: [], seeds: [] }, place = seeds.indexOf(seed);
+      if (seed !== null && place < 0) continue;
+      for (const [c, j, all, ...each] of wrong) {
+        const n = seed === null ? all : each[place];
+        if (!n) continue;
         const key = `${c} ${j}`, entry = sums.get(key) ?? { c, j, sum: 0, by: {} };
-        entry.by[head] = (100 * n) / found[head].images[c];
+        entry.by[head] = (100 * n) / (seed === null ? images[c] : images[c] / seeds.length);
         entry.sum += entry.by[head];
         sums.set(key, entry);
       }
     }
-    for (const away of [true, false]) {
-      const chosen = [...sums.values()].filter((e) => (e.c === cls) === away).sort((a, b) => b.sum - a.sum).slice(0, most);
-      for (const { c, j, by } of chosen) {
-        const title = away ? ["taken for ", pick(j)] : [pick(c), ` taken for ${data.classes[cls]}`];
-        line(table, title, data.heads.map((h) => (by[h] ?? 0).toFixed(2)));
-      }
-    }
-    if (!sums.size) line(table, ["nothing"], data.heads.map(() => "–"));
+    return [...sums.values()].sort((a, b) => b.sum - a.sum || a.c - b.c || a.j - b.j);
+  }
+
+  // The table of the chosen class, and that of all.
+  function confused() {
+    if (!element("confused")) return;
+    const { cls, seed } = choice(), most = 4, frequent = 20, all = confusions();
+    const told = data.seeds.length === 1 ? "of the only seed" : seed === null ? "over all seeds" : `seed ${seed}`;
+    for (const place of document.querySelectorAll("span.seeds")) place.textContent = told;
+    const fill = (table, rows) => {
+      const top = document.createElement("tr");
+      top.append(make("td", "", { className: "name" }), ...heads().map((h) => make("th", h, { scope: "col" })));
+      table.tHead.replaceChildren(top);
+      table.tBodies[0].replaceChildren();
+      for (const [title, by] of rows) line(table, title, heads().map((h) => (by[h] ?? 0).toFixed(2)));
+      if (!rows.length) line(table, ["nothing"], heads().map(() => "–"));
+    };
+    const away = all.filter((e) => e.c === cls).slice(0, most), here = all.filter((e) => e.j === cls).slice(0, most);
+    fill(element("confused"), [
+      ...away.map(({ j, by }) => [["taken for ", pick(j)], by]),
+      ...here.map(({ c, by }) => [[pick(c), ` taken for ${data.classes[cls]}`], by]),
+    ]);
+    fill(element("frequent"), all.slice(0, frequent).map(({ c, j, by }) => [[pick(c), " taken for ", pick(j)], by]));
   }
 
   // Every class: a dot for each head, and the numbers.  Only the rows near those in sight are in the table.
@@ -93,7 +119,7 @@
   function sortKeys() {
     const shown = heads(), word = element("every") && data.heads[0];
     return [
-      ...shown.slice(data.heads.length > 1 ? 0 : 1).filter((h) => h !== word).map((h) => [`change ${h}`, `change of ${h}`]),
+      ...shown.slice(data.heads.length > 1 ? 0 : 1).filter((h) => h !== word).map((h) => [`change ${h}`, `size of change, ${h}`]),
       ...shown.map((h) => [`value ${h}`, h]),
       ["name", "name"], ["count", "images"], ["place", "order of the data"],
       ...(specs.parameters.doc.confusable.length ? [["near", "confusable neighbours"]] : []),
@@ -108,7 +134,7 @@
     for (const head of new Set([first, ...shown])) {
       const runs = data.geometry.filter((g) => g.head === head && g.split === split && (seed === null || g.seed === seed));
       by[head] = data.classes.map((_, c) => {
-        const values = known(runs.map((g) => g[measure]?.[c])), middle = mean(values);
+        const values = known(runs.map((g) => scaled(measure, g[measure]?.[c]))), middle = mean(values);
         const sd = values.length > 1 ? Math.sqrt(values.reduce((a, v) => a + (v - middle) ** 2, 0) / (values.length - 1)) : null;
         return { mean: middle, sd };
       });
@@ -116,11 +142,10 @@
     const all = shown.flatMap((h) => by[h]).filter((v) => v.mean !== null);
     const ends = all.flatMap(({ mean: m, sd }) => [m - (sd ?? 0), m + (sd ?? 0)]);
     let low = ends.reduce((a, b) => Math.min(a, b), Infinity), high = ends.reduce((a, b) => Math.max(a, b), -Infinity);
-    if (measure === "accuracy" || measure === "AP") [low, high] = [Math.max(low, 0), Math.min(high, 1)];
+    if (measure === "accuracy" || measure === "AP") [low, high] = [Math.max(low, 0), Math.min(high, scales[measure])];
     if (low > 0 && low < high / 2) low = 0;
     const at = (v) => `${(100 * (Math.min(Math.max(v, low), high) - low)) / (high - low || 1)}%`;
-    const digits = high >= 100 ? 1 : high >= 10 ? 2 : high > 1 ? 3 : 4;
-    const fixed = (v, signed = "") => (v === null ? "–" : (v > 0 ? signed : "") + v.toFixed(digits).replace("-", "−"));
+    const digits = high >= 100 ? 1 : decimals([low, high]);
     const changed = shown.filter((h) => h !== first), lane = 7, height = lane * shown.length + 7;
 
     const keys = sortKeys();
@@ -135,7 +160,7 @@
     };
     column("name", "class", "name");
     const axis = make("th", "", { scope: "col", className: "plot" }), span = make("div", "", { className: "ends" });
-    span.append(make("span", fixed(low)), make("span", specs.parameters.doc.titles[measure]), make("span", fixed(high)));
+    span.append(make("span", fixed(low, digits)), make("span", specs.parameters.doc.titles[measure]), make("span", fixed(high, digits)));
     axis.append(span);
     row.append(axis);
     shown.forEach((h) => column(`value ${h}`, h, "wide"));
@@ -166,8 +191,8 @@
       plot.append(drawing);
       row.append(title, plot);
       row.style.height = `${order.height}px`;
-      for (const h of shown) row.append(make("td", fixed(by[h][c].mean), { className: "wide" }));
-      for (const h of changed) row.append(make("td", fixed(changeOf(h, c), "+"), { className: "wide" }));
+      for (const h of shown) row.append(make("td", fixed(by[h][c].mean, digits), { className: "wide" }));
+      for (const h of changed) row.append(make("td", fixed(changeOf(h, c), digits, "+"), { className: "wide" }));
       row.append(make("td", (count[c] ?? "–").toLocaleString("en"), { className: "wide" }));
       return row;
     };
@@ -246,6 +271,8 @@
   }
 
   // Figures
+  // A phone shows what is below the first tables on demand; figures are drawn at the width of the page all the same.
+  if (matchMedia("(max-width: 40rem)").matches) for (const part of document.querySelectorAll("details.fold")) part.open = false;
   const charts = [...document.querySelectorAll("[data-figure]")].map((container) => {
     const { figure: name, head, metric } = container.dataset, spec = specs.figures[name];
     const uses = (parameter) => new RegExp(`\\b${parameter}\\b`).test(JSON.stringify(spec));
@@ -299,8 +326,8 @@
     }
     if (!element("class")) return;
     numbers();
+    if (["class", "seed", "head"].includes(target.id)) confused();
     if (target.id === "class") {
-      confused();
       reveal();
       filterTiles();
     } else if (["measure", "split", "seed", "head"].includes(target.id)) everyClass();
