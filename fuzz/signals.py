@@ -106,9 +106,12 @@ class Program:
         finally:
             os._exit(status)
 
-    def keep_busy(self) -> None:
-        """Until a second signal, and longer."""
-        workers = self.workers()
+    def keep_busy(self, by_workers: bool) -> None:
+        """Until a second signal, and longer.
+
+        by_workers: whether the command waits for its workers, where it has any
+        """
+        workers = self.workers() if by_workers else []
         for pid in workers or [self.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP if workers else signal.SIGUSR1)
@@ -142,12 +145,17 @@ def reached(moment: str, out: Path) -> Callable[[], bool]:
     """Whether a moment has come, as the files say."""
 
     def rows() -> int:
-        return max((p.read_bytes().count(b"\n") for p in out.rglob("metrics.jsonl")), default=0)
+        return max((p.read_bytes().count(b"\n") for p in files() if p.name == "metrics.jsonl"), default=0)
+
+    def files() -> list[Path]:
+        return [Path(folder, name) for folder, _, names in os.walk(out) for name in names]  # rglob fails if one goes
 
     return {
         "loading": lambda: out.exists(),
-        "training": lambda: bool(list(out.rglob("config.json"))),
-        "checkpoint": lambda: any("partial" in p.name or p.suffix == ".pt" for p in out.rglob("checkpoint/*")),
+        "training": lambda: any(p.name == "config.json" for p in files()),
+        "checkpoint": lambda: any(
+            p.parent.name == "checkpoint" and ("partial" in p.name or p.suffix == ".pt") for p in files()
+        ),
         "evaluating": lambda: rows() >= 4,
         "report": lambda: (out / "summary.json").exists(),
     }[moment]
@@ -168,12 +176,12 @@ def hit(cell: Cell, folder: Path, expected: dict[str, bytes]) -> None:
             time.sleep(0.001)
         if cell.moment == "loading":  # workers import torch, or the network is made
             time.sleep(random.uniform(0.0, 2.0 if cell.command == "compare" else 0.02))
-        elif cell.moment == "report":
+        elif cell.moment == "report" and not cell.signal.endswith("2"):
             time.sleep(random.uniform(0.0, 0.3))
         target = random.choice(program.workers()) if cell.target == "worker" else program.pid
         twice = cell.signal.endswith("2")
         if twice:
-            program.keep_busy()
+            program.keep_busy(by_workers=cell.moment != "report")
         for send in range(1 + twice):
             if send:
                 time.sleep(AGAIN)

@@ -80,7 +80,7 @@ def test_tuned_studies_are_declared_whole():
 
 @pytest.mark.parametrize("name", ["tiny", "noise"])
 def test_committed_trials_are_not_trained_again(name, tmp_path):
-    x, y = np.zeros((20, 32, 32, 3), "uint8"), np.arange(20) % 2
+    x, y = np.zeros((4096, 32, 32, 3), "uint8"), np.arange(4096) % 2  # more than a batch
     np.savez(tmp_path / "other.npz", x_train=x, y_train=y, x_test=x, y_test=y)  # the settings are what is restored
     study, other = tuned.studies()[name], f"npz:{tmp_path / 'other.npz'}"
     plan = study.tuning({"tiny-imagenet": other, "cifar10": other}, tmp_path)

@@ -209,6 +209,10 @@ def _compare_with_stored(printed: str, pictures: int) -> None:
         assert len(re.findall(r"^gsoftmax against softmax, (?:500 images|5 seeds): error ", text, re.MULTILINE)) == 2
         compactness = re.search(r"^compactness +(\d\.\d+) +(\d\.\d+)$", text, re.MULTILINE).groups()
         assert float(compactness[1]) > float(compactness[0])  # as the notebook says
-    # the same lines; their numbers, and what follows from them, may differ between processors
-    labels = [[line.split()[:1] for line in text.splitlines()] for text in (stored, printed)]
+    # the same lines; their numbers, and what follows from them, may differ between processors: error of x is tested
+    # where it differs from error
+    labels = [
+        [line.split()[:1] for line in text.splitlines() if not line.startswith("error of x")]
+        for text in (stored, printed)
+    ]
     assert labels[0] == labels[1]

@@ -492,7 +492,7 @@ def test_commands(tmp_path, capsys, monkeypatch):
         seeds = next(n for n in range(2, 99) if paired_power(n, 0.5 / sd) >= 0.8)
         assert f"{seeds} if they vary by {sd:g} points" in one
 
-    options = ["epochs=1", "head=gsoftmax", "head_options.lam=0.5", "threads=1"]
+    options = ["epochs=3", "head=gsoftmax", "head_options.lam=0.5", "threads=1"]
     status, out, _ = run(capsys, "train", "digits", *options, "--out", "t")
     error = 100 * runs.read_result(tmp_path / "t")["error"]
     assert status == 0 and out.splitlines()[0] == f"error         {error:.4f} %"  # as the tables have it

@@ -330,7 +330,7 @@ def test_an_interval_without_zero_beside_no_verdict_is_explained_by_the_correcti
     assert test.pvalue < 0.05 < 2 * test.pvalue and found.verdict == "open"
     assert (
         found.sentence
-        == f"Not shown that it helps, after correction: error −0.20 points, between {low} and {high} {told}."
+        == f"Not shown that it helps, after correction: error −0.19 points, between {low} and {high} {told}."
     )
 
 

@@ -435,7 +435,7 @@ def points(value: float) -> str:
     >>> points(-0.4), points(0.0004), points(12.345)
     ('−0.40', '0.00', '+12.35')
     """
-    shown = f"{value:+.2f}"
+    shown = f"{round(value, 9):+.2f}"  # a tie but for rounding errors is a tie
     return shown[1:] if float(shown) == 0 else shown.replace("-", "−")
 
 

@@ -302,11 +302,11 @@ def learned(panel: str = "head", chosen: str = "cls") -> Spec:
             _calc(step=f"indexof({list(kinds)}, datum.kind)", name="doc.classes[datum.c]"),
         ),
         _layer({"type": "point", "filled": True, "opacity": 0.35, "size": 45, "cursor": "pointer"}, points),
-        _layer({"type": "point", "filled": True, "opacity": 1, "size": 110, "stroke": "white"}, points, of_chosen),
         _layer(
             {"type": "rule", "strokeWidth": 2}, {**arrow, "x2": {"field": "mean1"}, "y2": {"field": "sigma1"}}, joined
         ),
         *([] if chosen == "-1" else [_layer({**head, "filled": True, "opacity": 1}, tip, joined)]),
+        _layer({"type": "point", "filled": True, "opacity": 1, "size": 110, "stroke": "white"}, points, of_chosen),
     )
 
 
