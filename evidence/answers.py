@@ -15,7 +15,7 @@ from gsoftmax import measures
 from gsoftmax.report.colours import BLUE, GREY, VERMILLION
 from gsoftmax.significance import ALPHA, Paired, holm, paired
 from gsoftmax.summary import tuning_tables
-from gsoftmax.tables import Table, p_value, plus_minus
+from gsoftmax.tables import Table, p_value, plus_minus, show
 
 from . import figures
 from .run import HERE, read_rows
@@ -26,6 +26,7 @@ PAGES = ROOT / "docs" / "evidence"
 FOREST = ROOT / "docs" / "images" / "evidence-answers.svg"
 MULTI = ("mAP", "C_F1_mean", "O_F1", "nll", "ece", "compactness", "separability", "dprime")
 SINGLE = ("error", "error_x", "nll", "ece", "compactness", "separability", "dprime")
+MEDIANS = ("separability",)  # of a label that is always right it is without bound
 SHARED = ("weight_decay", "label_smoothing", "mixup", "batch_size", "optimizer")  # settings that a caption states
 
 Row = Mapping[str, Any]
@@ -217,10 +218,11 @@ def _test_table(study: TunedStudy, rows: Sequence[Row]) -> str:
         cells = []
         for metric in metrics:
             v = np.array([*by[metric][head].values()])
-            cells.append(plus_minus(float(v.mean()), float(v.std(ddof=1))))
+            middle = show(float(np.median(v))) if metric in MEDIANS else ""
+            cells.append(middle or plus_minus(float(v.mean()), float(v.std(ddof=1))))
         test = compared(rows, head, reference, metrics[0])
         lines.append([head, str(len(v)), *cells, "–" if head == reference else span(test)])
-    titles = (measures.find(metric).title for metric in metrics)
+    titles = (f"{measures.find(metric).title}{', median' if metric in MEDIANS else ''}" for metric in metrics)
     header = ["head", "seeds", *titles, f"{measures.find(metrics[0]).label} minus {reference}"]
     note = "Test set, chosen settings: mean ± standard deviation over seeds; difference paired by seed [95 %]."
     return f"{grid(header, lines)}\n\n{note}"

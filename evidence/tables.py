@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ NOTHING = "No run has been done yet."
 SEVEN = ("mAP", "C_P", "C_R", "C_F1_mean", "O_P", "O_R", "O_F1")  # the paper's, of several labels
 GEOMETRY = ("compactness", "separability", "ratio")
 GAUSSIAN = ("learned", "empirical", "empirical_all")  # the scores of gsoftmax.ood that come from Gaussians
+HEAVY = ("relative_sigma",)  # its denominator may be near 0: tested on logarithms, in percent, and shown by medians
 COST_BOUND = 1.01  # the largest acceptable ratio of step times
 
 Row = Mapping[str, Any]
@@ -58,6 +59,8 @@ class Difference:
     @property
     def share(self) -> float:
         """The difference in percent of the reference."""
+        if self.metric in HEAVY:
+            return self.test.difference
         return 100 * self.test.difference / self.mean if self.mean else math.nan
 
 
@@ -74,9 +77,17 @@ def tested(cases: Iterable[tuple[str, str, str, OfSeeds, OfSeeds]]) -> list[Diff
     for setting, metric, reference, base, of in cases:
         a, b = on_common_seeds(base, of)
         if len(a):
-            found.append((setting, metric, reference, float(a.mean()), paired(a, b)))
+            test = _in_percent(paired(np.log(a), np.log(b))) if metric in HEAVY else paired(a, b)
+            found.append((setting, metric, reference, float(a.mean()), test))
     corrected = holm([test.p for *_, test in found])
     return [Difference(*d, float(p)) for d, p in zip(found, corrected, strict=True)]
+
+
+def _in_percent(of_logarithms: Paired) -> Paired:
+    difference, low, high = (
+        100 * math.expm1(v) for v in (of_logarithms.difference, of_logarithms.low, of_logarithms.high)
+    )
+    return replace(of_logarithms, difference=difference, low=low, high=high)
 
 
 def done(rows: Sequence[Row]) -> list[Row]:
@@ -153,10 +164,11 @@ def _means(rows: Sequence[Row], settings: Sequence[str], metrics: Sequence[str])
         for metric in metrics:
             found = by[metric].get(setting, {})
             # the seconds of a run that something else slowed down should not count
-            timed = metric == "seconds" and found
-            cells.append(show(float(np.median([*found.values()]))) if timed else _plus_minus(found))
+            middle = metric in ("seconds", *HEAVY) and found
+            cells.append(show(float(np.median([*found.values()]))) if middle else _plus_minus(found))
         lines.append([setting, _seeds(rows, setting), *cells])
-    return grid(["setting", "seeds", *(measures.find(m).title for m in metrics)], lines)
+    titles = (f"{measures.find(m).title}{', median' if m in HEAVY else ''}" for m in metrics)
+    return grid(["setting", "seeds", *titles], lines)
 
 
 def _caption(study: Study) -> str:
@@ -173,7 +185,8 @@ def _differences(found: Sequence[Difference], metrics: Sequence[str]) -> str:
         of = {d.metric: d for d in found if d.setting == setting}
         cells = [_shown(of[m].test, of[m].verdict) if m in of else "–" for m in metrics]
         lines.append([setting, str(max(d.test.n for d in of.values())), *cells])
-    return grid(["setting", "pairs", *(measures.find(m).title for m in metrics)], lines)
+    titles = (f"{measures.find(m).title}{', in percent' if m in HEAVY else ''}" for m in metrics)
+    return grid(["setting", "pairs", *titles], lines)
 
 
 def _label_tables(study: Study, rows: Sequence[Row]) -> list[str]:

@@ -177,7 +177,7 @@ def hit(cell: Cell, folder: Path, expected: dict[str, bytes]) -> None:
         if cell.moment == "loading":  # workers import torch, or the network is made
             time.sleep(random.uniform(0.0, 2.0 if cell.command == "compare" else 0.02))
         elif cell.moment == "report" and not cell.signal.endswith("2"):
-            time.sleep(random.uniform(0.0, 0.3))
+            time.sleep(random.uniform(0.0, 0.05))
         target = random.choice(program.workers()) if cell.target == "worker" else program.pid
         twice = cell.signal.endswith("2")
         if twice:
