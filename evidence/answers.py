@@ -101,9 +101,11 @@ def recipes() -> str:
         if untuned:
             tuned = np.array([*values(rows, metric)[head].values()])
             cells = [plus_minus(float(np.mean(v)), float(np.std(v, ddof=1))) for v in (untuned, tuned)]
-            gap = f"{np.mean(untuned) - tuned.mean():+.2f}"
-            lines.append([name, f"`{study.recipe}`", measures.find(metric).title, *cells, gap])
-    return grid(["study", "recipe", "measure", "softmax, as it is", "softmax, tuned", "difference"], lines)
+            gaussian = next(of for head, of in told["heads"].items() if "G-softmax" in head)["untuned"]
+            gaps = [f"{np.mean(of) - tuned.mean():+.2f}" for of in (untuned, gaussian)]
+            lines.append([name, f"`{study.recipe}`", measures.find(metric).title, *cells, *gaps])
+    shown = ("softmax, as it is", "softmax, tuned", "difference", "G-softmax as it is, minus softmax tuned")
+    return grid(["study", "recipe", "measure", *shown], lines)
 
 
 def shown_in_forest() -> list[tuple[str, str, Paired]]:
@@ -211,7 +213,7 @@ def unfinished_page(study: TunedStudy, trials: Sequence[Mapping[str, Any]]) -> s
 
 def _test_table(study: TunedStudy, rows: Sequence[Row]) -> str:
     metrics = MULTI if "mAP" in rows[0]["metrics"] else SINGLE
-    reference = next(iter(study.heads))
+    reference, primary = next(iter(study.heads)), metrics[:3] if metrics is MULTI else metrics[:1]
     by = {metric: values(rows, metric) for metric in metrics}
     lines = []
     for head in study.heads:
@@ -220,10 +222,10 @@ def _test_table(study: TunedStudy, rows: Sequence[Row]) -> str:
             v = np.array([*by[metric][head].values()])
             middle = show(float(np.median(v))) if metric in MEDIANS else ""
             cells.append(middle or plus_minus(float(v.mean()), float(v.std(ddof=1))))
-        test = compared(rows, head, reference, metrics[0])
-        lines.append([head, str(len(v)), *cells, "–" if head == reference else span(test)])
+        tests = [compared(rows, head, reference, metric) for metric in primary]
+        lines.append([head, str(len(v)), *cells, *("–" if head == reference else span(test) for test in tests)])
     titles = (f"{measures.find(metric).title}{', median' if metric in MEDIANS else ''}" for metric in metrics)
-    header = ["head", "seeds", *titles, f"{measures.find(metrics[0]).label} minus {reference}"]
+    header = ["head", "seeds", *titles, *(f"{measures.find(metric).label} minus {reference}" for metric in primary)]
     note = "Test set, chosen settings: mean ± standard deviation over seeds; difference paired by seed [95 %]."
     return f"{grid(header, lines)}\n\n{note}"
 

@@ -257,7 +257,8 @@ COMMANDS = cases(
         --seeds -1 | seeds ; --seeds 1.5 | seeds ; --seeds x | seeds ; --seeds | seeds ; --first-seed -1 | seed ;
         --first-seed x | first-seed ; --first-seed 99999999999999999999 | seed ; --jobs 0 | jobs ; --jobs -1 | jobs ;
         --jobs x | jobs ; --jobs 1.5 | jobs ; --out file ; --out file/x | file ; --out /dev/null/x | /dev/null ;
-        seed=x | seed ; batch_size=5000 | batch_size ; weights=nosuch.pt | nosuch.pt ; augment=nosuch | augment ;
+        seed=x | seed ; seed=7 | --first-seed ;
+        batch_size=5000 | batch_size ; weights=nosuch.pt | nosuch.pt ; augment=nosuch | augment ;
         evaluate_on=val | validation ; reduction=x | reduction ; device=nosuch | device ; --data | data ;
         --resume | resume""",
         "evaluate": """

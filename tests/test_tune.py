@@ -159,8 +159,24 @@ def test_a_budget_allows_the_same_fewer_trials_for_every_head(tmp_path):
     found = tune.tune(BASE, HEADS, 2, tmp_path, trials=64, space=SPACE, minutes=0.001, sweep=False, jobs=1)
     assert found["tuning"]["asked"] == 64 and found["tuning"]["trials"] == 1
     assert "budget of time allowed 1" in summary.tuning_tables(found)[0].note
+    assert "so that nothing was tuned" in summary.tuning_tables(found)[0].note
     again = tune.tune(BASE, HEADS, 2, tmp_path, trials=64, space=SPACE, minutes=0.001, sweep=False, jobs=1)
     assert again == found
+
+
+def test_a_small_budget_leaves_out_the_sweeps_before_the_trials(tmp_path, monkeypatch):
+    plan = tune.Tuning(BASE, HEADS, 2, tmp_path, trials=4, space=SPACE, minutes=1.0)
+    assert plan.swept
+    least = len(HEADS) * (tune.halving(4) + 2 * 2)  # runs of four trials, of the chosen settings and of the defaults
+    plan.minutes = (least + 0.5) / 60
+    clock = iter([0.0, float(len(HEADS))])  # a second a run
+    monkeypatch.setattr(tune.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(plan, "_evaluate", lambda *_: None)
+    plan._fit_budget(None)
+    assert plan.swept == {} and {len(found) for found in plan.trials.values()} == {4}
+    again = tune.Tuning(BASE, HEADS, 2, tmp_path, trials=4, space=SPACE, minutes=plan.minutes)
+    again._fit_budget(None)
+    assert again.swept == {} and {len(found) for found in again.trials.values()} == {4}
 
 
 def test_several_labels_are_tuned_by_map(tmp_path):

@@ -419,7 +419,7 @@ def _compare(args: argparse.Namespace) -> None:
     only = _part(args.only or "1/1")
     heads = gsoftmax.compare.split_heads(args.heads) if args.heads else None
     # One thread per run: --jobs decides how many cores are busy, and results do not depend on it.
-    changes = {"threads": 1} | parse_changes(args.changes)
+    changes = {"threads": 1} | _changes_of_many(args)
     out = _out(args)
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     plan: Any
@@ -457,6 +457,15 @@ def _compare(args: argparse.Namespace) -> None:
         _tell(f"{messages.plural(missing, 'run')} of other processes missing; gsoftmax report {out} shows the others")
     if failed is not None:
         raise _Incomplete(f"{failed}; run the same command again to continue")
+
+
+def _changes_of_many(args: argparse.Namespace) -> dict[str, Any]:
+    """The changed keys of runs over several seeds."""
+    changes = parse_changes(args.changes)
+    if "seed" in changes:
+        first = ", beginning with --first-seed" * hasattr(args, "first_seed")
+        raise ValueError(f"{args.command} has as many seeds as --seeds says{first}; seed cannot be set")
+    return changes
 
 
 def _part(text: str) -> tuple[int, int]:
@@ -539,6 +548,8 @@ def _train(args: argparse.Namespace) -> None:
         _tell(json.dumps({"event": "result", "run": str(out), "smoke": args.smoke, "metrics": result}))
         return
     keys = ("error", "mAP", "compactness", "separability", "ratio", "nll", "ece", "seconds")
+    for note in gsoftmax.runs.notes([out]):
+        _tell(note)
     _show_numbers({key: result[key] for key in keys if key in result}, ".4f", result)
     headline = gsoftmax.measures.headline("mAP" in result).key
     if best := gsoftmax.reproduce.best_epoch(out, headline):
@@ -662,11 +673,11 @@ def _reproduce(args: argparse.Namespace) -> None:
             raise ValueError(f"{args.table} is drawn from finished runs and takes no {given[0]}")
         rows = None if args.row is None else reproduce.rows_of_heads(args.row)
         folder = Path(args.out) / ("smoke" if args.smoke else "")
-        made = gsoftmax.report.paper.figure(args.table, folder, args.out, split_words(args.figures), rows)
+        made = gsoftmax.report.paper.figure(args.table, folder, folder, split_words(args.figures), rows)
         print("\n\n".join(table.text() for table in made[0]), *made[1], sep="\n")
         return
     rows = reproduce.find_rows(args.table, args.row)
-    changes = parse_changes(args.changes)
+    changes = _changes_of_many(args)
     if args.jobs > 1:
         changes = {"threads": 1} | changes
     plan = reproduce.Plan(changes, args.smoke, args.shorten)
@@ -679,11 +690,13 @@ def _reproduce(args: argparse.Namespace) -> None:
         finally:
             _clear()
     if _is_rank0():
+        for note in gsoftmax.runs.notes(task.out for task in todo):
+            _tell(note)
         found = []
         for row in rows:
             folder = reproduce.folder(args.out, row.name, args.smoke)
             found.append((row, reproduce.read_seeds(row, folder, range(args.seeds))))
-        print(reproduce.table(f"{args.table}, published and ours (%)", found).text())
+        print(reproduce.table(args.table, found).text())
 
 
 def _analyze(args: argparse.Namespace) -> None:
@@ -770,7 +783,8 @@ def _recipes(args: argparse.Namespace) -> None:
       gsoftmax recipes                                    # then: gsoftmax train NAME --smoke
     """
     for name, recipe in recipes.recipes().items():
-        print(f"{recipe.table:8}{name:32}{', '.join(f'{k} {v:g}' for k, v in recipe.published.items())}")
+        told = ", ".join(f"{k} {v:g}" for k, v in recipe.published.items())
+        print(f"{recipe.table:8}{name:32}{told or f'scaled from {recipe.scaled}' * bool(recipe.scaled)}")
 
 
 def _heads(args: argparse.Namespace) -> None:

@@ -55,7 +55,7 @@ class Comparison:
             raise ValueError(f"heads and seeds must not be empty, got {len(self.heads)} and {len(self.seeds)}")
         self.dataset = build.load_data(configs[self.heads[0]], data_root)
         self.tasks = [  # seeds outermost, so that pairs complete early
-            Task(config.override({"seed": seed}), self.out / folder_name(name) / f"seed-{seed}", data_root)
+            Task(config.override({"seed": seed}), self.out / folder_name(name) / f"seed-{seed}", data_root, title=name)
             for seed in self.seeds
             for name, config in configs.items()
         ]

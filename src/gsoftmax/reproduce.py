@@ -18,7 +18,7 @@ import numpy as np
 from . import measures, significance
 from .config import Config
 from .messages import did_you_mean
-from .recipes import Recipe, changed, family, recipes, shortened
+from .recipes import Recipe, changed, family, find, recipes, shortened
 from .runs import read_config, read_environment, read_result, read_rows
 from .tables import Cell, Shown, Table
 from .workers import Task
@@ -64,7 +64,7 @@ def find_rows(what: str, row: str | None = None) -> list[Recipe]:
     known = [r for r in recipes().values() if r.is_row]
     rows = [r for r in known if r.table == what]
     if not rows:
-        tables = ", ".join(sorted({r.table for r in known}))
+        tables = ", ".join(sorted({r.table for r in known}, key=lambda table: (table == "scaled", table)))
         raise ValueError(f"unknown table {what!r}; tables are {tables}, figures are figure3 to figure8")
     chosen = [r for r in rows if row in (None, r.name, r.family)]
     if not chosen:
@@ -224,24 +224,26 @@ def best_epoch(run: Path, key: str) -> dict[str, Any]:
 def table(title: str, rows: Sequence[tuple[Recipe, Sequence[Seed]]]) -> Table:
     """Published numbers beside ours: the mean over seeds, its 95 % interval, and whether it contains the published one.
 
-    title: of the table
+    title: what the rows are
     rows: the rows with their finished runs; runs that differ from their recipe in different ways are lines of their own
     """
     header = ("row", "metric", "published", "ours", "difference", "95 % from", "to", "published inside", "seeds")
     lines: list[tuple[Cell, ...]] = []
     for recipe, every in rows:
         for told, seeds in (by_label(every) or {"": []}).items():
-            numbers: Mapping[str, float | None] = recipe.published or {"error": None}
+            numbers: Mapping[str, float | None] = recipe.published or dict.fromkeys(find(recipe.scaled).published)
             for key, published in numbers.items():
                 given = None if published is None else _number(published)
                 cells = [measures.find(key).label, given, *ours(key, published, seeds)]
                 lines.append((recipe.name, *cells, _best(key, seeds), told))
     columns = (*header, "best epoch, chosen on the test set", "not the recipe")
-    kept = [i for i in range(len(columns)) if i < len(header) or any(line[i] not in (None, "") for line in lines)]
-    note = (
-        "Ours: mean over seeds in the last epoch; interval of that mean over seeds (Student's t). "
-        "The published number is one run, whose own spread the interval does not contain."
-    )
+    published = any(recipe.published for recipe, _ in rows)
+    always = set(header) - (set() if published else {"published", "difference", "published inside"})
+    kept = [i for i, name in enumerate(columns) if name in always or any(line[i] not in (None, "") for line in lines)]
+    note = "Ours: mean over seeds in the last epoch; interval of that mean over seeds (Student's t)."
+    if published:
+        note += " The published number is one run, whose own spread the interval does not contain."
+    title += ", published and ours (%)" if published else ", ours (%)"
     return Table(title, tuple(columns[i] for i in kept), tuple(tuple(line[i] for i in kept) for line in lines), note)
 
 
@@ -262,7 +264,8 @@ def ours(key: str, published: float | None, seeds: Sequence[Seed]) -> tuple[Cell
     if len(values) < 2:
         return *start, None, None, None, len(values)
     half = significance.t_quantile(0.975, len(values) - 1) * float(values.std(ddof=1)) / math.sqrt(len(values))
-    inside = None if apart is None else "yes" if abs(apart) <= half else "no"
+    same = apart is not None and not any(one.label for one in seeds)  # else the published number is of something else
+    inside = None if apart is None or not same else "yes" if abs(apart) <= half else "no"
     return *start, _number(mean - half), _number(mean + half), inside, len(values)
 
 

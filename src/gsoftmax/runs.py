@@ -22,7 +22,7 @@ import shlex
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -320,6 +320,15 @@ def keep_metrics(run: Path) -> None:
     for name in ("tensorboard", "wandb", "checkpoint"):
         shutil.rmtree(run / name, ignore_errors=True)
     write_sums(run, _FINAL)
+
+
+def notes(runs: Iterable[str | os.PathLike[str]]) -> list[str]:
+    """What the data of some runs had to tell, such as how many images were left out; each sentence once.
+
+    runs: their folders
+    """
+    found = (read_environment(run).get("data") for run in runs)
+    return list(dict.fromkeys(note for data in found if isinstance(data, dict) for note in data.get("notes", [])))
 
 
 def environment() -> dict[str, Any]:

@@ -328,7 +328,8 @@ def _chosen(told: Mapping[str, Any]) -> Table:
     space = ", ".join(f"{k}={v}" for k, v in told["space"].items())
     note = f"{told['trials']} trials of every head in {space}, judged on {told['validation']}."
     if told["trials"] < told["asked"]:
-        note += f" {told['asked']} were asked for; the budget of time allowed {told['trials']}."
+        note += f" {told['asked']} were asked for; the budget of time allowed {told['trials']}"
+        note += ", the default, so that nothing was tuned." if told["trials"] == 1 else "."
     return Table("Chosen settings", header, tuple(rows), note)
 
 

@@ -72,8 +72,8 @@ def train(
         others = distributed.rank0_first(world, evaluation.load_others, config, dataset, data_root)
         run = Run(config, dataset, parts, device, world, progress if world.first else None)
         if out is not None:
-            names = {"name": dataset.name, "classes": list(dataset.classes)}
-            described: dict[str, Any] = {"data": names, "processes": world.size}
+            told = {"name": dataset.name, "classes": list(dataset.classes), "notes": list(dataset.notes)}
+            described: dict[str, Any] = {"data": told, "processes": world.size}
             described["fingerprints"] = fingerprints() if world.first else {}
             if distributed.launch() is not None:
                 described["torchrun"] = distributed.launch()

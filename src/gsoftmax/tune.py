@@ -43,6 +43,7 @@ __all__ = ["Chosen", "Domain", "Trial", "Tuning", "default_space", "halving", "p
 FIRST_SEED = 1_000_000  # of the trials: a comparison's own seeds are below it
 ROUNDS = 3  # of successive halving: 1, 2 and 4 seeds
 SWEEP, SWEEP_SEEDS = 5, 2  # values of a range that the sweep of a key tries, and seeds of each
+ENOUGH = 4  # trials, below which a budget is not spent on sweeps
 PLAN = "tuning-plan.json"  # what a folder is for
 VAL_FRACTION = 0.2  # of the training split, where the data has no validation split
 
@@ -173,7 +174,8 @@ class Tuning:
     out: the folder of all runs
     trials: of every head, its default setting among them
     space: what is tuned for every head; None for `default_space`
-    minutes: fewer trials, the same number for every head, if all would take longer than this
+    minutes: fewer trials, the same number for every head, if all would take longer than this; where fewer than four
+        would be left, no sweeps
     sweep: the shared keys to sweep around the chosen settings; True is all of them
     untuned: whether the default settings meet the test set too, which shows what tuning was worth
     data_root: where the datasets are
@@ -314,19 +316,29 @@ class Tuning:
             return
         path = self.out / "tuning-budget.json"  # a resumed tuning keeps its number of trials
         if path.exists():
-            allowed = read_json(path).get("trials")
+            found = read_json(path)
+            allowed = found.get("trials")
             if type(allowed) is not int or allowed < 1:
                 raise ValueError(f"{path} must have a number of trials, got {allowed!r}")
+            self.swept = self.swept if found.get("sweeps", True) else {}
         else:
             start = time.perf_counter()
             first = {name: found[:1] for name, found in self.trials.items()}
             self._evaluate(first, 1, workers, "default settings")
             spent = time.perf_counter() - start
             each, count = spent / len(self.defaults), len(next(iter(self.trials.values())))
-            fits = [n for n in range(1, count + 1) if each * self.planned(n) <= 60 * self.minutes]
-            allowed = max(fits, default=1)
-            atomic_write(path, json.dumps({"trials": allowed, "minutes": self.minutes, "seconds per run": each}))
+            allowed = self._affordable(count, each)
+            if allowed < min(ENOUGH, count):
+                self.swept = {}
+                allowed = self._affordable(count, each)
+            budget = {"trials": allowed, "sweeps": bool(self.swept), "minutes": self.minutes, "seconds per run": each}
+            atomic_write(path, json.dumps(budget))
         self.trials = {name: found[:allowed] for name, found in self.trials.items()}
+
+    def _affordable(self, trials: int, seconds: float) -> int:
+        """How many of these trials fit into the budget, at least one, if every run takes so many seconds."""
+        limit = 60 * (self.minutes or math.inf)
+        return max((n for n in range(1, trials + 1) if seconds * self.planned(n) <= limit), default=1)
 
     def _evaluate(self, kept: Mapping[str, Sequence[Trial]], seeds: int, workers: Workers, stage: str) -> None:
         """Trains trials with the first `seeds` seeds and reads their results."""

@@ -137,15 +137,23 @@ def changed(config: Config, recipe: Recipe | None = None) -> str:
     if recipe is None:
         return ""
     wanted, texts = recipe.config(), []
-    factor = wanted.epochs / max(config.epochs, 1)
-    if 1 < factor <= wanted.epochs:
+    for factor in _factors(wanted.epochs, config.epochs):
         short = shortened(wanted, factor)
         if (short.epochs, short.identity()["schedule"]) == (config.epochs, config.identity()["schedule"]):
             wanted, texts = short, [f"training shortened {factor:g} times"]
+            break
     mine, theirs = config.identity(), wanted.identity()
     texts += [f"{k}={mine[k]}" for k in sorted(theirs) if k != "seed" and mine[k] != theirs[k]]
     parts = [f"scaled from {recipe.scaled}" * bool(recipe.scaled), f"changed: {', '.join(texts)}" * bool(texts)]
     return "; ".join(filter(None, parts))
+
+
+def _factors(epochs: int, left: int) -> list[float]:
+    """The factors that may have shortened a training to the epochs that are left, whole numbers first."""
+    if not 0 < left < epochs:
+        return []
+    low, high = epochs / (left + 0.5), epochs / (left - 0.5)
+    return [*range(max(2, math.ceil(low)), min(epochs, math.floor(high)) + 1), epochs / left]
 
 
 def find(name: str) -> Recipe:

@@ -14,7 +14,7 @@ import shlex
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,10 @@ import numpy as np
 from .. import measures, recipes, significance
 from ..analyze import Analysis, analyze
 from ..messages import unknown
+from ..outputs import IGNORE, open_outputs
 from ..recipes import Recipe
 from ..reproduce import Seed, by_label, not_recipe, ours, read_seeds
+from ..runs import read_config
 from ..tables import Cell, Shown, Table, plus_minus
 from . import specs
 from .data import PAPER, Document, add_analysis, blank, some_classes, some_points, with_intervals
@@ -40,9 +42,9 @@ __all__ = ["FIGURES", "Figure", "figure", "paper_tables"]
 class Figure:
     """A figure of the paper."""
 
-    title: str  # without the number
+    title: str  # without the number; {data} is what was trained on
     rows: tuple[str, ...]  # recipes whose runs it shows
-    classes: tuple[str, ...] | str  # names, "all" or "first 10"
+    classes: tuple[str, ...] | str  # names, "all", "first 10" or "average"
     network: str  # which the published values are of
     said: str = ""  # what the paper says of it in words
     published: Mapping[tuple[str, str], Mapping[str, float | str]] = field(
@@ -55,7 +57,9 @@ _WRN = {
     for data in ("cifar10", "cifar100")
 }
 _COCO = ("coco-softmax", "coco-gsoftmax(0,1)")
+_DATA = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "coco": "MS COCO", "nuswide": "NUS-WIDE"}
 _INSIDE = "impostors in [-5, 0], %"
+_BLOCK = 4096  # rows of outputs read at a time
 _HEADS = ("softmax", "lsoftmax", "gsoftmax")
 
 # Values that the paper's text gives for its figures 3 to 8.
@@ -76,7 +80,7 @@ FIGURES = {
         },
     ),
     "figure4": Figure(
-        "x against p, Gaussians of x and class geometry on MS COCO",
+        "x against p, Gaussians of x and class geometry on {data}",
         _COCO,
         ("cow", "baseball bat"),
         "ResNet-101",
@@ -93,14 +97,14 @@ FIGURES = {
         "The paper says that the ratios of G-softmax are overall better; it gives no numbers.",
     ),
     "figure6": Figure(
-        "class geometry of every class of CIFAR-10",
+        "class geometry of every class of {data}",
         _WRN["cifar10"],
         "all",
         "wide ResNet",
         "The paper says that G-softmax is above the others in most classes of both sets; it gives no numbers.",
     ),
     "figure7": Figure(
-        "class geometry of the first 10 classes of CIFAR-100",
+        "class geometry of the first 10 classes of {data}",
         _WRN["cifar100"],
         "first 10",
         "wide ResNet",
@@ -108,9 +112,9 @@ FIGURES = {
         "highest in most classes of the training set and the lowest in most of the test set; it gives no numbers.",
     ),
     "figure8": Figure(
-        "average class geometry over all labels of MS COCO",
+        "average class geometry over all classes of {data}",
         _COCO,
-        "all",
+        "average",
         "ResNet-101",
         "The paper says that the ratio of G-softmax is higher.",
         {
@@ -141,7 +145,11 @@ def figure(
         raise ValueError(f"figures must be of {', '.join(FORMATS)}, got {wrong[0]!r}")
     wanted = FIGURES[name]
     parts, notes = _read(name, [recipes.find(row) for row in rows or wanted.rows], Path(runs), rows is None)
-    title = f"Figure {name.removeprefix('figure')}: {wanted.title}"
+    paper = {recipes.find(row).config().data for row in wanted.rows}
+    if not paper.issuperset(part.data for part in parts):  # what the paper says is of other data
+        wanted = replace(wanted, said="", published={})
+    data = " and ".join(_DATA.get(part.data, part.data) for part in parts)
+    title = f"Figure {name.removeprefix('figure')}: {wanted.title.format(data=data)}"
     draw, tabulate = _WAYS[name]
     changed = {row.recipe.name: row.seeds[0].label for part in parts for row in part.rows if row.seeds[0].label}
     spec = draw(parts, title)
@@ -228,6 +236,7 @@ def _read(name: str, wanted: Sequence[Recipe], runs: Path, may_lack: bool) -> tu
             seeds, left = ready[r.name]
             notes += [left] if left else []
             made.append(_Row(r, head, tuple(seeds), tuple(analyze(one.run, name=head) for one in seeds)))
+        data = _trained_on(made[0])
         classes, note = _classes(FIGURES[name].classes, made[0].found, data)
         for row in made:
             if len({a.classes for a in row.found} | {made[0].found[0].classes}) > 1:
@@ -239,9 +248,18 @@ def _read(name: str, wanted: Sequence[Recipe], runs: Path, may_lack: bool) -> tu
     return parts, notes
 
 
+def _trained_on(row: _Row) -> str:
+    """The data of its runs, which may not be that of the recipe."""
+    config = read_config(row.seeds[0].run)
+    return row.recipe.config().data if config is None else config.data
+
+
 def _classes(wanted: tuple[str, ...] | str, found: Sequence[Analysis], data: str) -> tuple[tuple[int, ...], str]:
     """The classes that a figure shows of a dataset, and a note where they are not the paper's."""
     names, count = found[0].classes, np.min([a.geometry.count for a in found], axis=0)
+    if wanted == "average":
+        kept = np.min([np.isfinite(a.geometry.separability.numpy()).sum() for a in found])
+        return tuple(range(len(names))), f"Averages over {kept} of {len(names)} classes." if kept < len(names) else ""
     if isinstance(wanted, str):
         most = 10 if wanted == "first 10" else specs.SHOWN
         few = wanted == "all" and len(names) > most
@@ -378,9 +396,9 @@ def _of_class(c: int, sides: tuple[str, str]) -> _Quantities:
     def mean(of: Callable[[Analysis], Any]) -> Callable[[_Row], Cell]:
         return lambda row: row.mean(lambda a: float(of(a)))
 
-    def inside(a: Analysis) -> float:
-        x = a.points["x"][(a.points["c"] == c) & (a.points["own"] == 0)]
-        return 100 * float(((x >= -5) & (x <= 0)).mean()) if len(x) else np.nan
+    def inside(row: _Row) -> Cell:
+        shares = iter([_share_inside(one.run, c) for one in row.seeds])
+        return row.mean(lambda _: next(shares))
 
     own, other = sides
     found: dict[str, Callable[[_Row], Cell]] = {
@@ -391,7 +409,7 @@ def _of_class(c: int, sides: tuple[str, str]) -> _Quantities:
         f"{other}, max": mean(lambda a: a.distributions.other[c, 1]),
     }
     if other == "impostors":
-        found[_INSIDE] = mean(inside)
+        found[_INSIDE] = inside
     found |= {m: mean(partial(_measure, measure=m, c=c)) for m in PAPER}
     found |= {
         "skewness": mean(lambda a: a.distributions.skewness[c]),
@@ -399,6 +417,15 @@ def _of_class(c: int, sides: tuple[str, str]) -> _Quantities:
         "p of normality": lambda row: p_cell(float(row.found[0].distributions.p[c])),
     }
     return found
+
+
+def _share_inside(run: Path, c: int) -> float:
+    """Percent of the impostors of a class whose x is in [-5, 0]."""
+    inside = total = 0
+    for block in open_outputs(run).blocks(_BLOCK):
+        x = block.x[block.finite() & (block.y != c) & (block.y != IGNORE), c]
+        inside, total = inside + int(((x >= -5) & (x <= 0)).sum()), total + len(x)
+    return 100 * inside / total if total else np.nan
 
 
 def _every_class_tables(parts: Sequence[_Part], wanted: Figure, title: str) -> list[Table]:

@@ -26,6 +26,7 @@ def refresh(runs: str, results: Path = RESULTS) -> Path:
     small = {**doc, "points": [_of_class(run, chosen) for run in doc["points"] if run["seed"] == doc["seeds"][0]]}
     small["geometry"] = [{k: v for k, v in g.items() if k != "nearest"} | {"nearest": []} for g in doc["geometry"]]
     small["environment"] = {k: doc["environment"].get(k) for k in ("gsoftmax", "torch", "python", "processor", "gpu")}
+    small["commands"] = doc["commands"][:-1]  # all but this one
     results.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(results, json.dumps(small, ensure_ascii=False, separators=(",", ":")) + "\n")
     return results
