@@ -1,7 +1,8 @@
 """Heads: the last linear layer of a classifier and its loss.
 
-`softmax`, `lsoftmax` and `gsoftmax` are those of the paper; the others are alternatives from the literature.  A
-built-in head is a file here, named after the head, and an entry in `HEADS`: the only list of heads.
+`softmax`, `lsoftmax` and `gsoftmax` are those of the paper, `plausible` is of this package; the others are alternatives
+from the literature.  A built-in head is a file here, named after the head, and an entry in `HEADS`: the only list of
+heads.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from .focal import FocalHead
 from .gsoftmax import GSoftmaxHead
 from .lgm import LGMHead
 from .lsoftmax import LSoftmaxHead
+from .plausible import PlausibleHead
 from .softmax import SoftmaxHead
 from .zlpr import ZLPRHead
 
@@ -41,6 +43,7 @@ __all__ = [
     "GSoftmaxHead",
     "LGMHead",
     "LSoftmaxHead",
+    "PlausibleHead",
     "SoftmaxHead",
     "ZLPRHead",
     "find",
@@ -54,6 +57,7 @@ HEADS: dict[str, type[SoftmaxHead]] = {
     "gsoftmax": GSoftmaxHead,
     "adjusted": AdjustedHead,
     "focal": FocalHead,
+    "plausible": PlausibleHead,
     "cosface": CosFaceHead,
     "arcface": ArcFaceHead,
     "lgm": LGMHead,
