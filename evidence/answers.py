@@ -87,6 +87,7 @@ def cases() -> str:
         test = compared(rows, case["head"], case["against"], case["metric"])
         what = f"{case['head']} against {case['against']}, {measures.find(case['metric']).label}"
         link = f"[{case['study']}](evidence/{case['study'] if tuned else 'earlier'}.md)"
+        link += "" if tuned else ", earlier protocol"
         lines.append([case["case"], case["use"], what, span(test), str(test.n), link])
     return grid(["your case", "use", "measured", "points [95 %]", "pairs", "study"], lines)
 
@@ -98,10 +99,10 @@ def recipes() -> str:
         told, rows = read(name)
         head = next(head for head, text in study.heads.items() if text == "softmax")
         untuned, metric = told["heads"][head]["untuned"], told["measure"]
-        if untuned:
+        gaussian = next(of for head, of in told["heads"].items() if "G-softmax" in head)["untuned"]
+        if untuned and gaussian:
             tuned = np.array([*values(rows, metric)[head].values()])
             cells = [plus_minus(float(np.mean(v)), float(np.std(v, ddof=1))) for v in (untuned, tuned)]
-            gaussian = next(of for head, of in told["heads"].items() if "G-softmax" in head)["untuned"]
             gaps = [f"{np.mean(of) - tuned.mean():+.2f}" for of in (untuned, gaussian)]
             lines.append([name, f"`{study.recipe}`", measures.find(metric).title, *cells, *gaps])
     shown = ("softmax, as it is", "softmax, tuned", "difference", "G-softmax as it is, minus softmax tuned")

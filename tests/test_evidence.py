@@ -47,7 +47,11 @@ def test_the_words_of_the_first_page_say_what_the_rows_say():
     medical = test("medical", "ASL", "BCE", "mAP")
     assert (len(labels), len(worse)) == (7, 2) and not any(a.p < 0.05 and a.test.difference > 0 for a in labels)
     assert [t.high < 0 and t.p < 0.05 for t in one.values()] == [False, True, True, True] and one["scene"].p < 0.05
-    assert all("Yes" not in a.words for a in answers.answers())
+    every = answers.answers()
+    assert {a.question.head for a in every if "Yes" in a.words} == {"plausible labels"}
+    noisy = [{h: test(f"digits-noise-{n}", h, "softmax") for h in ("plausible labels", "G-softmax")} for n in (20, 40)]
+    of_asl = [test(a.study.name, "ASL", "BCE", "C_F1_mean") for a in labels]
+    assert sum(t.low > 0 for t in of_asl) == 5 and sum(t.high < 0 for t in of_asl) == 2
     page, readme = (" ".join(p.read_text("utf-8").split()) for p in (pages.MARKED[0], tables.ROOT / "README.md"))
     for phrase in (
         f"G-softmax is {-gaussian.difference:.1f} points better than softmax, and "
@@ -57,6 +61,10 @@ def test_the_words_of_the_first_page_say_what_the_rows_say():
         f"one output per label is {one['scene'].difference:.2f} points of mAP above BCE",
         f"G-softmax errs {validated('tiny', 'G-softmax'):.1f} % and softmax {validated('tiny', 'softmax'):.1f} %",
         f"from {validated('noise', 'softmax'):.2f} to {validated('noise', 'plausible labels'):.2f} %",
+        f"{len(every)} of {sum(len(s.questions) for s in tuned.studies().values())} primary questions are answered",
+        "`plausible` is {:.1f} and {:.1f} points better".format(*(-of["plausible labels"].difference for of in noisy)),
+        "and G-softmax {:.1f} and {:.1f} points worse".format(*(of["G-softmax"].difference for of in noisy)),
+        f"by {min(t.difference for t in of_asl if t.low > 0):.0f} to {max(t.difference for t in of_asl):.0f} points",
     ):
         assert phrase in page, phrase
     cifar10 = tables.differences(*tables.read()["cifar10"])
@@ -211,8 +219,11 @@ def test_the_words_above_the_tables_say_what_the_rows_say():
     told = -of["imbalance-again", "softmax, adjusted", "error"].difference
     added = of["imbalance-adjusted", "G λ=4 (0, 1), adjusted", "error"]
     mosaic = [of["mosaic", "G λ=4, paired, chosen", metric] for metric in ("C_F1_mean", "O_F1", "mAP")]
-    geometry = {d.metric: (d.mean, d.mean + d.test.difference) for d in tables.differences(*found["cifar10"])
-                if d.setting == "G λ=1 (0, 1)"}  # fmt: skip
+    both = ("softmax", "G λ=1 (0, 1)")
+    of_seeds = {
+        m: tables.values(found["cifar10"][1], m) for m in ("compactness", "separability", "relative_sigma", "dprime")
+    }
+    geometry = {m: [v.mean() for v in tables.on_common_seeds(*(of[s] for s in both))] for m, of in of_seeds.items()}
     sigma = [1 / v for v in geometry["compactness"]]
     gap = [s / r for s, r in zip(sigma, geometry["relative_sigma"], strict=True)]  # to the nearest impostor
     steps = [v["ratio"] for head, v in tables.read_cost()["heads"].items() if head.startswith("G ")]
@@ -407,10 +418,12 @@ def test_diverged_and_missing_runs_are_counted_and_left_out(everything):
         for metric in measures.SINGLE:
             scale = 100 if metric in ("error", "error_x", "ece") else 1
             a, b = (scale * np.array([of[s, seed][metric] for seed in seeds]) for s in ("softmax", setting))
-            expected = scipy.stats.ttest_rel(b, a)
-            low, high = expected.confidence_interval()
+            heavy = metric == "relative_sigma"
+            expected = scipy.stats.ttest_rel(*(np.log([b, a]) if heavy else (b, a)))
+            numbers = (np.log(b / a).mean() if heavy else (b - a).mean(), *expected.confidence_interval())
+            numbers = 100 * np.expm1(numbers) if heavy else numbers
             (d,) = [d for d in tables.differences(study, rows) if (d.setting, d.metric) == (setting, metric)]
-            np.testing.assert_allclose((d.test.difference, d.test.low, d.test.high), ((b - a).mean(), low, high))
+            np.testing.assert_allclose((d.test.difference, d.test.low, d.test.high), numbers)
             assert d.test.p == pytest.approx(expected.pvalue) and d.test.n == len(seeds)
             assert tables.span(d.test) in text
     error = [100 * v["error"] for (s, _), v in of.items() if s == "G λ=4"]

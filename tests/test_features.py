@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
+from scipy.special import expit
 from scipy.stats import binomtest, ttest_rel
 from sklearn.datasets import load_digits
 from sklearn.decomposition import PCA
@@ -218,9 +219,17 @@ def test_probabilities_given_as_x_are_refused(tmp_path, capsys):
     p /= p.sum(1, keepdims=True)
     np.savez(tmp_path / "a.npz", x=p.astype(np.float32), y=y)
     line = refused(tmp_path / "a.npz", capsys)
-    assert line.count("\n") == 1 and "x of a holds probabilities" in line and "save x=numpy.log(p)" in line
-    np.savez(tmp_path / "b.npz", x=np.log(p.clip(1e-300)), p=p, y=y)  # what the line says
-    assert analyze(tmp_path / "b.npz").metrics["error"] == pytest.approx((p.argmax(1) != y).mean())
+    assert line.count("\n") == 1 and "x of a holds probabilities" in line and "x=numpy.log(p)" in line
+    log = np.log(p)
+    np.savez(tmp_path / "b.npz", x=log, p=p, y=y)
+    assert "x of b holds logarithms of probabilities" in refused(tmp_path / "b.npz", capsys)
+    np.savez(tmp_path / "c.npz", x=log - log.mean(1, keepdims=True), p=p, y=y)  # what the lines say
+    np.savez(tmp_path / "d.npz", x=x - x.mean(1, keepdims=True), y=y)
+    restored, logits = (analyze(tmp_path / f"{name}.npz") for name in "cd")
+    assert restored.metrics["error"] == pytest.approx((p.argmax(1) != y).mean())
+    assert restored.geometry.average() == pytest.approx(logits.geometry.average())
+    np.savez(tmp_path / "e.npz", x=expit(x), y=y)
+    assert "x of e holds probabilities, all its numbers are in [0, 1]" in refused(tmp_path / "e.npz", capsys)
 
 
 def test_probabilities_of_several_labels_are_refused(tmp_path, capsys):

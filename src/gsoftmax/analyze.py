@@ -284,17 +284,21 @@ def _analyze(files: Sequence[Outputs], points: int, resamples: int) -> list[tupl
 
 
 def _reject_probabilities(file: Outputs, block: Block) -> None:
-    """Raises for x that holds probabilities: their Gaussians, and the softmax of them, mean nothing."""
+    """Raises for x that holds probabilities or their logarithms, whose Gaussians mean nothing."""
     x = block.positive[block.finite()]
-    if not len(x) or x.shape[1] < 2 or x.min() < 0 or x.max() > 1:
+    if not len(x) or x.shape[1] < 2 or x.max() > 1:
         return
-    if not file.multilabel and np.allclose(x.sum(1), 1, atol=1e-3):
-        how = "its rows sum to 1: save x=numpy.log(p), which is as good as the logits, and p=p"
-    elif file.multilabel and len(x) >= significance.FEWEST_JUDGED:
-        how = "all its numbers are in [0, 1]: save x=numpy.log(p / (1 - p)), and p=p"
+    within, enough = x.min() >= 0, len(x) >= significance.FEWEST_JUDGED
+    kind, centred = "probabilities", "x -= x.mean(1, keepdims=True)"
+    if not file.multilabel and within and np.allclose(x.sum(1), 1, atol=1e-3):
+        how = f"its rows sum to 1: save the logits, or x=numpy.log(p) after {centred}, and p=p"
+    elif not file.multilabel and x.max() <= 0 and enough and np.allclose(np.exp(x).sum(1), 1, atol=1e-3):
+        kind, how = "logarithms of probabilities", f"their exponentials sum to 1: save the logits, or x after {centred}"
+    elif within and enough:
+        how = "all its numbers are in [0, 1]: save x=numpy.log(p / (1 - p))" + ", and p=p" * file.multilabel
     else:
         return
-    raise ValueError(f"x of {file.name} holds probabilities, {how}")
+    raise ValueError(f"x of {file.name} holds {kind}, {how}")
 
 
 class _Tally:
