@@ -84,6 +84,29 @@ class FreeBias(SoftmaxHead):
         return loss - self.decay / 2 * (self.free**2).sum()
 
 
+class GCE(SoftmaxHead):
+    """Generalized cross entropy (Zhang and Sabuncu 2018), for wrong labels: (1 - p_y^q) / q.
+
+    With label smoothing, log p_y is minus the smoothed cross entropy.
+
+    q: above 0, near which it is cross entropy, and at most 1, where it is the absolute error; the authors use 0.7
+
+    >>> head = GCE(4, 2, q=0.5)
+    >>> h, target = torch.zeros(1, 4), torch.tensor([0])
+    >>> _ = head.bias.data.zero_()
+    >>> round(head.loss(h, target).item(), 4)  # (1 - sqrt(1 / 2)) / 0.5
+    0.5858
+    """
+
+    def __init__(self, in_features: int, num_classes: int, *, q: float = 0.7, **options: Any) -> None:
+        super().__init__(in_features, num_classes, **options)
+        self.q = q
+
+    def loss(self, h: Tensor, target: Tensor, **options: Any) -> Tensor:
+        each = F.cross_entropy(self(h).float(), target, reduction="none", **options)
+        return (-torch.expm1(-self.q * each) / self.q if self.training else each).mean()
+
+
 class Adjusted(SoftmaxHead):
     """Logit adjustment (Menon et al. 2021): trains on z + log class frequency, tests on z.
 
