@@ -99,7 +99,7 @@ def recipes() -> str:
         told, rows = read(name)
         head = next(head for head, text in study.heads.items() if text == "softmax")
         untuned, metric = told["heads"][head]["untuned"], told["measure"]
-        gaussian = next(of for head, of in told["heads"].items() if "G-softmax" in head)["untuned"]
+        gaussian = next((of["untuned"] for head, of in told["heads"].items() if "G-softmax" in head), [])
         if untuned and gaussian:
             tuned = np.array([*values(rows, metric)[head].values()])
             cells = [plus_minus(float(np.mean(v)), float(np.std(v, ddof=1))) for v in (untuned, tuned)]
