@@ -84,27 +84,72 @@ class FreeBias(SoftmaxHead):
         return loss - self.decay / 2 * (self.free**2).sum()
 
 
-class GCE(SoftmaxHead):
-    """Generalized cross entropy (Zhang and Sabuncu 2018), for wrong labels: (1 - p_y^q) / q.
+class Suspicious(SoftmaxHead):
+    """Softmax whose loss weights every example by how plausible its label is under the class's two Gaussians.
 
-    With label smoothing, log p_y is minus the smoothed cross entropy.
+    For every class, running means and deviations of its x over the examples with that label (own) and over the others
+    (impostors).  The weight is the posterior that x_y is one of the own, with `prior` for a correct label.  It starts
+    after `warmup` batches, when the Gaussians mean something.
 
-    q: above 0, near which it is cross entropy, and at most 1, where it is the absolute error; the authors use 0.7
+    momentum: of the running statistics
 
-    >>> head = GCE(4, 2, q=0.5)
-    >>> h, target = torch.zeros(1, 4), torch.tensor([0])
-    >>> _ = head.bias.data.zero_()
-    >>> round(head.loss(h, target).item(), 4)  # (1 - sqrt(1 / 2)) / 0.5
-    0.5858
+    >>> head = Suspicious(2, 2, warmup=0, momentum=1.0)
+    >>> h, target = torch.randn(64, 2), torch.tensor([0, 1] * 32)
+    >>> loss, weight = head.loss(h, target), head.weigh(head(h), target)
+    >>> weight.shape, bool((weight > 0).all() and (weight <= 1).all())
+    (torch.Size([64]), True)
     """
 
-    def __init__(self, in_features: int, num_classes: int, *, q: float = 0.7, **options: Any) -> None:
+    own: Tensor
+    other: Tensor
+    batches: Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        prior: float = 0.5,
+        warmup: int = 50,
+        momentum: float = 0.05,
+        **options: Any,
+    ) -> None:
         super().__init__(in_features, num_classes, **options)
-        self.q = q
+        self.prior, self.warmup, self.momentum = prior, warmup, momentum
+        self.register_buffer("own", torch.tensor([[0.0], [0.0], [1.0]]).repeat(1, num_classes))  # count, mean, square
+        self.register_buffer("other", torch.tensor([[0.0], [0.0], [1.0]]).repeat(1, num_classes))
+        self.register_buffer("batches", torch.zeros(()))
+
+    @torch.no_grad()
+    def weigh(self, x: Tensor, target: Tensor) -> Tensor:
+        """The posterior of every label, (N,)."""
+        value = x.float().gather(1, target[:, None])[:, 0]
+        log_odds = math.log(self.prior / (1 - self.prior))
+        for (_, mean, square), sign in ((self.own, 1.0), (self.other, -1.0)):
+            var = (square - mean**2).clamp_min(1e-4)[target]
+            log_odds = log_odds - sign * 0.5 * ((value - mean[target]) ** 2 / var + var.log())
+        # beyond the own mean a label is as plausible as at it
+        return torch.where(value > self.own[1][target], torch.ones_like(value), torch.sigmoid(log_odds))
+
+    @torch.no_grad()
+    def follow(self, x: Tensor, target: Tensor) -> None:
+        x, hot = x.float(), F.one_hot(target, x.shape[1]).float()
+        for held, mask in ((self.own, hot), (self.other, 1 - hot)):
+            count = mask.sum(0)
+            new = torch.stack(
+                [count, (mask * x).sum(0) / count.clamp_min(1), (mask * x * x).sum(0) / count.clamp_min(1)]
+            )
+            rate = torch.where(count == 0, 0.0, torch.where(held[0] == 0, 1.0, self.momentum))
+            held.lerp_(new, rate.expand_as(held))
+        self.batches += 1
 
     def loss(self, h: Tensor, target: Tensor, **options: Any) -> Tensor:
-        each = F.cross_entropy(self(h).float(), target, reduction="none", **options)
-        return (-torch.expm1(-self.q * each) / self.q if self.training else each).mean()
+        x = self(h)
+        if not self.training:
+            return F.cross_entropy(x, target, **options)
+        weight = torch.where(self.batches >= self.warmup, self.weigh(x, target), torch.ones_like(x[:, 0]))
+        self.follow(x.detach(), target)
+        return (weight * F.cross_entropy(x, target, reduction="none", **options)).sum() / weight.sum()
 
 
 class Adjusted(SoftmaxHead):

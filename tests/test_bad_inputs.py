@@ -203,7 +203,7 @@ HEAD_OPTIONS = {
     "focal": "gamma=-1 gamma=x gamma=Infinity gamma=[2] bias=x form=msml",
     "cosface": "scale=0 scale=-1 scale=x scale=NaN margin=-1 margin=x margin=null bias=true",
     "arcface": "scale=0 scale=x margin=-1 margin=4 margin=x",
-    "plausible": "prior=0 prior=1 prior=2 prior=x warmup=-1 warmup=0.5 momentum=0 momentum=2",
+    "gce": "q=0 q=2 q=x q=-1",
     "lgm": "alpha=-1 alpha=x likelihood=-1 likelihood=x covariance=full covariance=5 bias=false",
     "etf": "bias=true impl=x form=paired scale=2",
 }

@@ -206,6 +206,21 @@ def test_a_bias_without_decay_is_not_decayed():
     torch.testing.assert_close(head.free.detach(), torch.full((2,), 2.0))
 
 
+def test_a_wrong_label_weighs_less():
+    generator = torch.Generator().manual_seed(0)
+    centres = 4 * torch.eye(3)
+    y = torch.randint(3, (600,), generator=generator)
+    h = centres[y] + torch.randn(600, 3, generator=generator)
+    wrong = torch.rand(600, generator=generator) < 0.3
+    target = torch.where(wrong, (y + 1) % 3, y)
+    head = heads.Suspicious(3, 3, warmup=0, momentum=0.5)
+    head.weight.data, head.bias.data = torch.eye(3), torch.zeros(3)
+    for _ in range(5):
+        head.loss(h, target)
+    weight = head.weigh(head(h), target)
+    assert weight[wrong].mean() < 0.5 < 0.8 < weight[~wrong].mean()
+
+
 def test_the_words_above_the_tables_say_what_the_rows_say():
     found = tables.read()
     of = {(name, d.setting, d.metric): d.test for name, pair in found.items() for d in tables.differences(*pair)}

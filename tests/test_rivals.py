@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from processes import one_thread  # noqa: F401
 from scipy.special import expit, log_expit, logsumexp
-from scipy.stats import multivariate_normal, norm
+from scipy.stats import multivariate_normal
 from torch import nn
 from torchvision.ops import sigmoid_focal_loss
 
@@ -24,7 +24,7 @@ from gsoftmax.config import Config
 from gsoftmax.export import fold, to_program
 from gsoftmax.heads import HEADS
 
-SINGLE = ("adjusted", "focal", "plausible", "cosface", "arcface", "lgm", "etf")
+SINGLE = ("adjusted", "focal", "gce", "cosface", "arcface", "lgm", "etf")
 SEVERAL = ("bce", "asl", "zlpr")
 # every option that changes the formula
 VARIANTS = [
@@ -226,83 +226,26 @@ def test_etf_has_equal_angles(features, classes):
     compare("etf, bfloat16", half @ half.T, expected, 0.02)
 
 
-class Plausible:
-    """The weights of `plausible` in NumPy and SciPy: running means of x and of its square."""
-
-    def __init__(self, prior, momentum):
-        self.prior, self.momentum = prior, momentum
-        self.moments = {}  # by class and side
-
-    def weights(self, x, q):
-        w = np.ones_like(x)
-        for c in range(x.shape[1]):
-            own, other = (self.moments.get((c, side), (0.0, 1.0)) for side in (True, False))
-            density = [norm.pdf(x[:, c], m, np.sqrt(max(s - m * m, 1e-4))) for m, s in (own, other)]
-            mine = self.prior * density[0]
-            w[:, c] = np.where(x[:, c] > own[0], 1.0, mine / (mine + (1 - self.prior) * density[1]))
-        return (q * np.maximum(w, 1e-6)).sum(1)
-
-    def follow(self, x, q):
-        for c in range(x.shape[1]):
-            for side, part in ((True, q[:, c]), (False, 1 - q[:, c])):
-                if part.sum():
-                    new = np.average(x[:, c], weights=part), np.average(x[:, c] ** 2, weights=part)
-                    old, rate = self.moments.get((c, side), new), self.momentum
-                    self.moments[c, side] = tuple((1 - rate) * a + rate * b for a, b in zip(old, new, strict=True))
+@pytest.mark.parametrize("q", [0.1, 0.7, 1.0])
+def test_gce_is_the_formula(q):
+    head, h, target = make("gce", {"q": q})
+    x = (h @ head.weight.T + head.bias).detach().numpy()
+    p = np.exp(x - logsumexp(x, axis=1, keepdims=True))[np.arange(ROWS), target]
+    compare(f"gce, q {q}", head.loss(h, target, reduction="none"), (1 - p**q) / q)
+    weight = torch.rand(CLASSES, dtype=torch.float64) + 0.5
+    of_rows = weight[target].numpy()
+    expected = (of_rows * (1 - p**q) / q).sum() / of_rows.sum()
+    compare("gce, class weights", head.loss(h, target, class_weight=weight), expected)
+    soft = F.one_hot(target, CLASSES).double()
+    for reduction in ("none", "sum"):
+        of = {"class_weight": weight, "reduction": reduction}
+        compare("gce, probabilities", head.loss(h, soft, **of), head.loss(h, target, **of))
+    compare("gce, evaluation", head.eval().loss(h, target), F.cross_entropy(torch.from_numpy(x), target))
 
 
-@pytest.mark.parametrize("soft", [False, True])
-def test_plausible_is_cross_entropy_weighted_by_two_gaussians_per_class(soft):
-    head, *_ = make("plausible", {"warmup": 3, "prior": 0.8, "momentum": 0.3})
-    expected, weight = Plausible(0.8, 0.3), torch.rand(CLASSES, dtype=torch.float64) + 0.5
-    for step in range(8):
-        h = torch.randn(ROWS, FEATURES, dtype=torch.float64)
-        y = torch.randint(CLASSES - (step == 0), (ROWS,))  # the last class comes later
-        q = F.one_hot(y, CLASSES).double()
-        q = torch.softmax(torch.randn(ROWS, CLASSES, dtype=torch.float64), 1) if soft else q
-        x = (h @ head.weight.T + head.bias).detach()
-        w = torch.from_numpy(expected.weights(x.numpy(), q.numpy())) if step >= 3 else torch.ones(ROWS).double()
-        expected.follow(x.numpy(), q.numpy())
-        target = q if soft else y
-        a, b = (h.clone().requires_grad_() for _ in range(2))
-        each = F.cross_entropy(F.linear(b, head.weight, head.bias), target, weight, reduction="none")
-        mean = (w * each).sum() / (w if soft else w * weight[y]).sum()
-        before = head.running.clone()
-        rows = head.loss(h, target, class_weight=weight, reduction="none")
-        head.running.copy_(before), head.batches.sub_(1)  # a step for each call
-        found = head.loss(a, target, class_weight=weight)
-        found.backward(), mean.backward()
-        compare(f"plausible, step {step}", rows, w * each)
-        compare("plausible, mean", found, mean)
-        compare("plausible, gradient", a.grad, b.grad)
-    compare("plausible, evaluation", head.eval().loss(h, target), F.cross_entropy(x, target))
-
-
-def test_plausible_leaves_ignored_rows_out():
-    states = []
-    for ignored in (False, True):
-        torch.manual_seed(0)
-        head, h, y = make("plausible", {"warmup": 1})
-        for _ in range(3):
-            rows = slice(None) if ignored else slice(10, None)
-            target = torch.where(torch.arange(ROWS) < 10, -100, y) if ignored else y
-            loss = head.loss(h[rows], target[rows])
-        states.append((loss, head.running))
-    compare("plausible, ignored", states[0][0], states[1][0])
-    compare("plausible, ignored, Gaussians", states[0][1], states[1][1])
-
-
-def test_plausible_finds_wrong_labels():
-    centres, y = 4 * torch.eye(3), torch.randint(3, (600,))
-    h = centres[y] + torch.randn(600, 3)
-    wrong = torch.rand(600) < 0.3
-    target = torch.where(wrong, (y + 1) % 3, y)
-    head = HEADS["plausible"](3, 3, warmup=0, momentum=0.5)
-    head.weight.data, head.bias.data = torch.eye(3), torch.zeros(3)
-    for _ in range(5):
-        head.loss(h, target)
-    p = head.plausibility(h, target)
-    assert p[wrong].mean() < 0.5 < 0.8 < p[~wrong].mean()
+def test_gce_is_cross_entropy_for_a_small_q():
+    head, h, target = make("gce", {"q": 1e-9})
+    compare("gce, q near 0", head.loss(h, target), F.cross_entropy(head(h), target), 1e-7)
 
 
 def test_etf_is_cross_entropy_and_is_not_trained():
@@ -392,8 +335,7 @@ def test_zlpr_leaves_out_unknown_labels():
 # ------------------------------------------------------------------------------------------------------------ gradients
 
 
-# the weights of `plausible` have no gradient and follow every call: it has tests of its own
-@pytest.mark.parametrize("name, options", [variant for variant in VARIANTS if variant[0] != "plausible"])
+@pytest.mark.parametrize("name, options", VARIANTS, ids=IDS)
 def test_gradients(name, options):
     """Training mode, against finite differences in float64, for h and every parameter."""
     head, h, target = make(name, options | ({"detach": False} if name == "asl" else {}))
@@ -541,7 +483,7 @@ def test_they_attach(name):
     attach(net, name)
     head = head_of(net)
     assert type(head) is HEADS[name]
-    linear = name in ("adjusted", "focal", "plausible", *SEVERAL)
+    linear = name in ("adjusted", "focal", "gce", *SEVERAL)
     assert (head.weight is last.weight) == linear == torch.equal(net(inputs), before)
     target = torch.randint(CLASSES, (ROWS,)) if head.singlelabel else torch.randint(2, (ROWS, CLASSES))
     attached_loss(net, inputs, target).backward()

@@ -1,8 +1,7 @@
 """Heads: the last linear layer of a classifier and its loss.
 
-`softmax`, `lsoftmax` and `gsoftmax` are those of the paper, `plausible` is of this package; the others are alternatives
-from the literature.  A built-in head is a file here, named after the head, and an entry in `HEADS`: the only list of
-heads.
+`softmax`, `lsoftmax` and `gsoftmax` are those of the paper; the others are alternatives from the literature.  A
+built-in head is a file here, named after the head, and an entry in `HEADS`: the only list of heads.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from .bce import BCEHead
 from .cosface import CosFaceHead
 from .etf import ETFHead
 from .focal import FocalHead
+from .gce import GCEHead
 from .gsoftmax import GSoftmaxHead
 from .lgm import LGMHead
 from .lsoftmax import LSoftmaxHead
-from .plausible import PlausibleHead
 from .softmax import SoftmaxHead
 from .zlpr import ZLPRHead
 
@@ -40,10 +39,10 @@ __all__ = [
     "CosFaceHead",
     "ETFHead",
     "FocalHead",
+    "GCEHead",
     "GSoftmaxHead",
     "LGMHead",
     "LSoftmaxHead",
-    "PlausibleHead",
     "SoftmaxHead",
     "ZLPRHead",
     "find",
@@ -57,7 +56,7 @@ HEADS: dict[str, type[SoftmaxHead]] = {
     "gsoftmax": GSoftmaxHead,
     "adjusted": AdjustedHead,
     "focal": FocalHead,
-    "plausible": PlausibleHead,
+    "gce": GCEHead,
     "cosface": CosFaceHead,
     "arcface": ArcFaceHead,
     "lgm": LGMHead,
