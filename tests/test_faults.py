@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import random
@@ -462,6 +463,47 @@ def test_ctrl_c_while_a_command_starts_is_no_traceback(imported, tmp_path):
     assert "Traceback" not in "".join(said) and not (tmp_path / "run").exists()
 
 
+SMALL = ["compare", "digits", "--heads", "softmax,gsoftmax", "--seeds", "2", "--jobs", "1", "--out", "o"]
+SMALL += ["epochs=1", "train_fraction=0.3", "device=cpu"]
+
+
+@pytest.mark.parametrize("finished, shows", [(0, ""), (1, "finished run"), (3, "3 finished runs")])
+def test_a_stopped_comparison_says_what_shows_its_finished_runs(finished, shows, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    original, calls = train.train, []
+
+    def stop(*args, **options):
+        calls.append(1)
+        if len(calls) > finished:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*args, **options)
+
+    monkeypatch.setattr(workers, "train", stop)
+    assert main(SMALL) == 128 + signal.SIGTERM
+    line = f"gsoftmax: stopped with {finished} of 4 runs finished; run the same command again to continue"
+    assert capsys.readouterr().err.splitlines()[-1] == line + f"; gsoftmax report o shows the {shows}" * bool(shows)
+    assert main(["report", "o", "--figures", ""]) == (0 if finished else 2)
+
+
+@pytest.mark.parametrize("damage", ["one bit", "no checksums"])
+def test_damaged_outputs_of_a_comparison_are_named(damage, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(SMALL) == 0 and "paired over images" in capsys.readouterr().out
+    path = Path("o/gsoftmax/seed-1/outputs.safetensors")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content if damage == "one bit" else b"nothing")
+    if damage != "one bit":
+        path.with_name("SHA256SUMS").unlink()
+    assert main(SMALL) == 1
+    out, err = capsys.readouterr()
+    assert err.count("\n") == 1 and err.startswith(f"gsoftmax: no page was written: {path} is ")
+    assert err.endswith("; remove its folder and run the same command again\n")
+    assert f"\nno test over images: {path} is " in out and "paired by seed" in out and "no page" not in out
+    shutil.rmtree(path.parent)
+    assert main(SMALL) == 0 and "paired over images" in capsys.readouterr().out
+
+
 def test_the_page_of_a_comparison_is_interrupted_with_all_runs_kept(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(report, "write_page", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     argv = ["compare", "digits", "--heads", "softmax", "--seeds", "1", "--jobs", "1", "epochs=1", "train_fraction=0.3"]
@@ -550,6 +592,99 @@ def test_a_run_of_other_data_is_neither_reused_nor_resumed(what, finished, other
         err = capsys.readouterr().err
         assert re.search(says, err) and err.count("\n") == 1, err
     assert {p: p.read_bytes() for p in before} == before
+
+
+def test_runs_of_different_data_are_not_compared(other_inputs, tmp_path, capsys):
+    words = ["npz:rows.npz", "batch_size=20", "epochs=1", "device=cpu", "threads=1"]
+    argv = ["compare", *words, "--heads", "softmax,gsoftmax", "--seeds", "2", "--jobs", "1", "--out", "o", "--only"]
+    assert main([*argv, "1/2"]) == 0  # both seeds of softmax
+    other_inputs["data"][1]()
+    capsys.readouterr()
+    assert main([*argv, "2/2"]) == 2
+    assert "seed-0 contains a run with data=npz:rows.npz as it was before it changed" in capsys.readouterr().err
+    assert not Path("o/gsoftmax").exists()  # nothing was trained
+    assert main(["train", *words, "head=gsoftmax", "--out", "o/gsoftmax/seed-0"]) == 0
+    capsys.readouterr()
+    assert main(["report", "o"]) == 2
+    says = r"gsoftmax: o/\S+ and o/\S+ were trained on different data: npz:rows.npz changed between them \(.*\n"
+    assert re.fullmatch(says, capsys.readouterr().err)
+    run = Path("o/gsoftmax/seed-0")
+    described = json.loads((run / "environment.json").read_text())
+    (run / "environment.json").write_text(json.dumps({k: v for k, v in described.items() if k != "fingerprints"}))
+    (run / "SHA256SUMS").unlink()
+    assert main(["report", "o", "--figures", ""]) == 0  # of an older version
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+HELPED = "from gsoftmax.heads import SoftmaxHead\nimport helper_a\n\n\nclass Head(SoftmaxHead):\n    pass\n"
+
+
+def test_a_helper_of_a_head_is_part_of_the_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    write(tmp_path, {"helped.py": HELPED, "helper_a.py": "import helper_b\n", "helper_b.py": "SCALE = 1\n"})
+    argv = ["compare", "digits", "--heads", "helped:Head", "--jobs", "1", "--out", "o", "epochs=0", "device=cpu"]
+    assert main([*argv, "--seeds", "1"]) == 0
+    write(tmp_path, {"helper_b.py": "SCALE = 2\n"})
+    capsys.readouterr()
+    assert main([*argv, "--seeds", "2"]) == 2
+    err = capsys.readouterr().err
+    says = r"head=helped:Head as it was before a module that it imports changed \(fingerprint \w{8}, now \w{8}\)"
+    assert re.search(says, err) and err.count("\n") == 1
+    path = Path("o/helped-Head/seed-0/environment.json")  # as an older version wrote it
+    described = json.loads(path.read_text())
+    assert set(described["fingerprints"]) == {"data", "head", "head_imports"}
+    del described["fingerprints"]["head_imports"]
+    path.write_text(json.dumps(described))
+    path.with_name("SHA256SUMS").unlink()
+    assert main([*argv, "--seeds", "2"]) == 0
+
+
+@pytest.mark.parametrize(
+    "place, head, changed, seen",
+    [
+        ("", "p_flat", "p_one.py", True),  # from p_one import x
+        ("", "p_flat", "p_late.py", True),  # imported inside a function, whether that has run or not
+        ("", "p_flat", "p_other.py", False),  # in the folder, imported by something else
+        ("", "p_box.heads.mine", "p_box/__init__.py", True),
+        ("", "p_box.heads.mine", "p_box/parts.py", True),  # from .. import parts
+        ("", "p_box.heads.mine", "p_box/heads/near.py", True),  # from .near import x
+        ("", "p_box.heads.mine", "p_box/unused.py", False),
+        ("", "p_box.heads.mine", "p_one.py", True),  # beside the package
+        ("lib/site-packages", "p_box.heads.mine", "p_box/parts.py", True),
+        ("lib/site-packages", "p_box.heads.mine", "p_one.py", False),  # another installed package
+    ],
+)
+def test_a_head_is_known_by_the_modules_it_imports(place, head, changed, seen, tmp_path, monkeypatch):
+    base = "from gsoftmax.heads import SoftmaxHead as Head\n\n\nclass Mine(Head):\n    pass\n"
+    late = "\n\ndef f():\n    import p_late\n"
+    files = dict.fromkeys(("p_late.py", "p_other.py", "p_box/__init__.py", "p_box/parts.py", "p_box/unused.py"), "")
+    files |= {
+        "p_one.py": "x = 1\n",
+        "p_flat.py": f"from p_one import x\n{base}{late}",
+        "p_box/heads/near.py": "x = 1\n",
+    }
+    files["p_box/heads/mine.py"] = f"import p_one\nfrom .. import parts\nfrom .near import x\n{base}"
+    folder = tmp_path / place
+    write(folder, files)
+    monkeypatch.syspath_prepend(folder)
+    config = Config(head=f"{head}:Mine", device="cpu")
+    try:
+        first = build.fingerprints(config)
+        importlib.import_module("p_late")
+        importlib.import_module("p_other")
+        assert build.fingerprints(config) == first
+        write(folder, {changed: "x = 2\n"})
+        again = build.fingerprints(config)
+    finally:
+        for name in [name for name in sys.modules if name.startswith("p_")]:
+            del sys.modules[name]
+    assert again["head"] == first["head"] and (again != first) == seen
 
 
 def test_a_run_without_fingerprints_is_believed(other_inputs):
@@ -663,7 +798,7 @@ def test_sixteen_processes_share_a_folder_and_two_are_killed(tmp_path):
         done = [program.wait() for program in programs]
     finally:
         _kill(*(program.process.pid for program in programs if program.process.is_alive()))
-    assert [d.returncode for d in done] == [-signal.SIGKILL] * 2 + [0] * 14, [d.stderr[-300:] for d in done]
+    assert [d.returncode for d in done] == [-signal.SIGKILL] * 2 + [0] * 14, [d.stderr for d in done if d.returncode > 0]
     ends = [json.loads(line) for d in done for line in d.stdout.splitlines() if line.startswith('{"event": "end"')]
     trained = [end["run"] for end in ends if end["trained"]]
     assert len(trained) == len(set(trained)) >= 62  # a killed process may have finished a run without saying so
@@ -755,9 +890,12 @@ def _kill(*processes: int) -> None:
 
 
 @pytest.mark.slow
-def test_faults_at_awkward_moments():
+def test_faults_at_awkward_moments(tmp_path):
     """Every case of the script: killed in the middle of a write, a full disk, folders that are gone or read-only."""
     script = Path(__file__).parents[1] / "fuzz" / "faults.py"
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=1800)
+    words = [sys.executable, script, tmp_path / "faults.json"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert int(done.stdout.splitlines()[-1].split()[0]) > 40
+    rows = json.loads((tmp_path / "faults.json").read_bytes())
+    assert len(rows) == int(done.stdout.splitlines()[-1].split()[0]) > 40
+    assert sum(row["ok"] is True for row in rows) > 40 and all(row["command"].startswith("gsoftmax ") for row in rows)

@@ -639,4 +639,4 @@ def test_memory_is_flat_over_five_thousand_steps(gaussians, tmp_path):
     assert max(seen) == 5000
     early, late = seen[500], seen[5000]
     print(f"{gaussians}: {early / 2**20:.1f} MB after step 500, {late / 2**20:.1f} MB after step 5,000")
-    assert abs(late - early) < 0.02 * early, seen
+    assert late - early < 0.02 * early, seen  # less is the kernel taking pages back

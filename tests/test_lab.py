@@ -27,10 +27,11 @@ from gsoftmax import backbones, build, compare, distributed, heads, measures, oo
 from gsoftmax.cli import main
 from gsoftmax.config import Config
 from gsoftmax.distributed import ALONE, World
+from gsoftmax.files import sealed
 from gsoftmax.heads import DEFAULT
 from gsoftmax.recipes import find, recipes
 from gsoftmax.significance import holm
-from gsoftmax.summary import differences, means, verdicts
+from gsoftmax.summary import differences, means, so_far, verdicts
 
 QUICK = Config(epochs=3, train_fraction=0.3, batch_size=64, threads=1, device="cpu")
 
@@ -413,6 +414,44 @@ def test_compare_pairs_seeds_and_agrees_with_scipy(tmp_path):
     assert len(others) == len(measures.SINGLE) - 1
 
 
+PLAN = {"heads": ["softmax", "gsoftmax(lam=2)"], "seeds": [0, 1]}
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"seeds": [0, 0]}, r"seeds must be different and not empty, got \[0, 0\]"),
+        ({"seeds": []}, "seeds must be different and not empty"),
+        ({"heads": []}, "heads must be different and not empty"),
+        ({"heads": ["gsoftmax(lam=2)", "gsoftmax-lam=2"]}, "heads must be different"),  # one folder
+        ({"heads": "softmax"}, "heads must be names and seeds whole numbers"),
+        ({"seeds": [0, True]}, "heads must be names and seeds whole numbers"),
+        ({"seeds": None}, "."),
+        ({"sha256": "0" * 64}, "its checksum does not match its content"),
+    ],
+)
+def test_a_damaged_plan_is_one_line(changes, words, tmp_path):
+    (tmp_path / "comparison.json").write_text(json.dumps(PLAN | changes))
+    says = rf"^\S*comparison.json is not the plan of a comparison: {words}.*; run the comparison again$"
+    with pytest.raises(ValueError, match=says):
+        so_far(tmp_path)
+
+
+def test_the_plan_of_a_comparison_is_sealed(tmp_path):
+    plan = compare.Comparison(compare.of_heads(QUICK, PLAN["heads"]), 2, tmp_path)
+    plan.write_plan()
+    path = tmp_path / "comparison.json"
+    held = json.loads(path.read_text())
+    assert held == sealed(PLAN) and so_far(tmp_path) is None  # no run is there
+    path.write_text(json.dumps(held | {"seeds": [0, 3]}))
+    with pytest.raises(ValueError, match="its checksum does not match its content"):
+        so_far(tmp_path)
+    path.write_text(json.dumps(PLAN))  # of an older version
+    assert so_far(tmp_path) is None
+    with pytest.raises(ValueError, match="heads and seeds must be different"):
+        compare.Comparison(compare.of_heads(QUICK, PLAN["heads"]), [0, 0], tmp_path)
+
+
 def test_a_head_in_the_current_folder_is_found_and_the_path_stays(tmp_path, monkeypatch):
     (tmp_path / "own_head_here.py").write_text(OWN_HEAD)
     monkeypatch.chdir(tmp_path)
@@ -490,7 +529,7 @@ def test_commands(tmp_path, capsys, monkeypatch):
     assert "No verdict: with one seed, a difference between heads cannot be told from one between seeds." in one
     for sd in (0.25, 0.5, 1.0):
         seeds = next(n for n in range(2, 99) if paired_power(n, 0.5 / sd) >= 0.8)
-        assert f"{seeds} if they vary by {sd:g} points" in one
+        assert f"{seeds} if they vary by {sd:g} point{'s' * (sd != 1)}" in one
 
     options = ["epochs=3", "head=gsoftmax", "head_options.lam=0.5", "threads=1"]
     status, out, _ = run(capsys, "train", "digits", *options, "--out", "t")

@@ -7,10 +7,12 @@ same backbone and see the same batches, and a resumed run continues bit for bit.
 
 from __future__ import annotations
 
+import ast
 import copy
 import functools
 import gc
 import hashlib
+import importlib.machinery
 import importlib.util
 import inspect
 import os
@@ -115,8 +117,9 @@ def fingerprints(config: Config, root: str | os.PathLike[str] | None = None) -> 
     """SHA-256 of everything outside a configuration that decides a run's result, by the configuration's key.
 
     config, root: as in `load_data`
-    The datasets, the file of initial weights, and the module of a head of your own.  A dataset that is not there is
-    left out: nothing can have been computed from another one.
+    The datasets, the file of initial weights, and the module of a head of your own; under `head_imports`, which older
+    versions did not record, the modules that it imports.  A dataset that is not there is left out: nothing can have
+    been computed from another one.
     """
     found, place = {}, None if root is None else os.fspath(root)
     with suppress(DataError):
@@ -128,10 +131,68 @@ def fingerprints(config: Config, root: str | os.PathLike[str] | None = None) -> 
     if config.weights is not None and os.path.isfile(config.weights):
         found["weights"] = sha256(Path(config.weights))
     if ":" in config.head:
-        source = getattr(sys.modules[heads.find(config.head).__module__], "__file__", None)
+        cls = heads.find(config.head)
+        source = getattr(sys.modules[cls.__module__], "__file__", None)
         if source is not None:
             found["head"] = sha256(Path(source))
+            modules = _with_imports(cls.__module__) | _with_imports(config.head.partition(":")[0])
+            held = sorted(f"{name} {sha256(path)}" for name, path in modules.items() if name != cls.__module__)
+            found["head_imports"] = hashlib.sha256("\n".join(held).encode()).hexdigest()
     return found
+
+
+def _with_imports(module: str) -> dict[str, Path]:
+    """The files of an imported module and of all that it imports from its folder or package, also through others.
+
+    Read from the sources: what `sys.modules` holds depends on what else a process has done.  Of an installed module it
+    is its package only, and this package is never among them.
+    """
+    source, ours = getattr(sys.modules[module], "__file__", None), __name__.partition(".")[0]
+    top = module.partition(".")[0]
+    if source is None or top == ours:
+        return {}
+    file = Path(source).absolute()
+    root = file.parents[min(module.count(".") + (file.stem == "__init__"), len(file.parents) - 1)]
+    installed = bool({"site-packages", "dist-packages"} & {*root.parts})
+    found, todo = {module: file}, [module]
+    while todo:
+        name = todo.pop()
+        path = found[name]
+        if path.suffix != ".py":  # a compiled module
+            continue
+        package = name if path.stem == "__init__" else name.rpartition(".")[0]
+        for imported in _imported(path.read_bytes(), package):
+            start = imported.partition(".")[0]
+            if imported in found or start == ours or (installed and start != top):
+                continue
+            place, suffixes = root.joinpath(*imported.split(".")), importlib.machinery.all_suffixes()
+            files = [*(place / f"__init__{s}" for s in suffixes), *(Path(f"{place}{s}") for s in suffixes)]
+            for file in [file for file in files if file.is_file()][:1]:
+                found[imported] = file
+                todo.append(imported)
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def _imported(source: bytes, package: str) -> frozenset[str]:
+    """The absolute names of all that may be a module in the imports of a source, with the packages around them.
+
+    source, package: of a module, and the package that its relative imports start from
+    """
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):  # imported on first use, if ever
+        return frozenset()
+    names: set[str] = {package}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = [part for part in (*above, node.module) if part]
+            names |= {".".join(base), *(".".join([*base, alias.name]) for alias in node.names)}
+    parents = {".".join(name.split(".")[:k]) for name in names for k in range(1, name.count(".") + 2)}
+    return frozenset(filter(None, parents))
 
 
 def train_batches(

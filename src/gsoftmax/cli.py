@@ -12,6 +12,7 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 import tempfile
@@ -441,9 +442,12 @@ def _compare(args: argparse.Namespace) -> None:
         plan = gsoftmax.compare.Comparison(configs, seeds, out, args.data, only)
         names = plan.heads
         _plan(args, plan, messages.plural(args.seeds, "seed"), len(plan.mine))
-    failed = None
+    failed, broken = None, ""
     try:
         found = plan.run(args.jobs, _display(args))
+    except KeyboardInterrupt:
+        args.hint += _finished_hint(out, plan)
+        raise
     except gsoftmax.workers.Failed as error:
         failed, found = error, gsoftmax.summary.so_far(out)
         if args.debug:
@@ -451,12 +455,24 @@ def _compare(args: argparse.Namespace) -> None:
     _clear()
     if found is not None:
         args.hint = f" while the report was being made; all finished runs are kept{args.hint}"
-        _show_comparison(args, found, f"{args.what}: {', '.join(names)}")
+        broken = _show_comparison(args, found, f"{args.what}: {', '.join(names)}")
     elif failed is None:
         missing = sum(not gsoftmax.workers.is_done(task) for task in plan.tasks)
         _tell(f"{messages.plural(missing, 'run')} of other processes missing; gsoftmax report {out} shows the others")
-    if failed is not None:
-        raise _Incomplete(f"{failed}; run the same command again to continue")
+    if failed is not None or broken:
+        again = "run the same command again to continue" if failed is not None else ""
+        raise _Incomplete("; ".join(filter(None, [str(failed or ""), broken, again])))
+
+
+def _finished_hint(out: Path, plan: Any) -> str:
+    """What shows the finished runs of a comparison that was stopped; empty while there are none."""
+    tasks = getattr(plan, "comparison", plan).tasks  # of a tuning
+    with contextlib.suppress(ValueError, OSError):
+        done = sum(gsoftmax.runs.read_result(task.out) is not None for task in tasks)
+        if done and (out / gsoftmax.summary.PLAN).exists():
+            runs = f"{done:,} finished runs" if done > 1 else "finished run"
+            return f"; gsoftmax report {shlex.quote(str(out))} shows the {runs}"
+    return ""
 
 
 def _changes_of_many(args: argparse.Namespace) -> dict[str, Any]:
@@ -505,26 +521,31 @@ def _plan(args: argparse.Namespace, plan: Any, size: str, runs: int) -> None:
         _tell(f"{gsoftmax.photos.describe(first)}; {times}, as measured by a few steps")
 
 
-def _show_comparison(args: argparse.Namespace, found: Any, title: str) -> None:
-    """Writes the page, then prints the tables: where nobody reads them the page is there."""
+def _show_comparison(args: argparse.Namespace, found: Any, title: str) -> str:
+    """Writes the page, then prints the tables: where nobody reads them the page is there; returns what is damaged."""
     made, out = gsoftmax.summary, _out(args)
-    page, shown = None, ""
+    page, shown, broken = None, "", ""
     try:
         with gsoftmax.workers.locked_when_free(out):
             page = shown = str(gsoftmax.report.write_page(found, out, _titled(title, found), args.data))
     except ValueError as error:  # the runs and their numbers are there all the same
-        shown = f"no page was written: {error}"
+        broken = made.damaged(found, out)
+        shown = f"no page was written: {broken or error}"
     if args.json:
         told = {"path": page, "verdicts": made.verdicts(found), "incomplete": found.get("incomplete")}
         _tell(json.dumps({"event": "report", **told}))
-        return
+        return broken and f"{shown}; remove its folder and run the same command again"
     tests = [*made.differences(found), *made.over_images_tables(found)]
     for table in (*made.tuning_tables(found), made.means(found), *tests):
         print(f"\n{table.text()}")
+    if broken and len(found["heads"]) > 1:
+        print(f"\nno test over images: {broken}")
     print()
     for sentence in made.verdicts(found):
         print(textwrap.fill(tables.plain(sentence), 100, subsequent_indent="  "))
-    print(f"\n{shown}")
+    if not broken:
+        print(f"\n{shown}")
+    return broken and f"{shown}; remove its folder and run the same command again"
 
 
 def _out(args: argparse.Namespace) -> Path:

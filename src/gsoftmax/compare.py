@@ -20,7 +20,7 @@ import torch
 from . import build, photos
 from .config import Config, parse_head
 from .data import Dataset
-from .files import atomic_write, refuse_link
+from .files import atomic_write, refuse_link, sealed
 from .heads import DEFAULT, HEADS
 from .progress import Event
 from .recipes import Recipe, shortened
@@ -53,6 +53,8 @@ class Comparison:
         self.seeds = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
         if not self.heads or not self.seeds:
             raise ValueError(f"heads and seeds must not be empty, got {len(self.heads)} and {len(self.seeds)}")
+        if len(set(self.seeds)) < len(self.seeds) or len(set(map(folder_name, self.heads))) < len(self.heads):
+            raise ValueError(f"heads and seeds must be different, got {', '.join(self.heads)} and {self.seeds}")
         self.dataset = build.load_data(configs[self.heads[0]], data_root)
         self.tasks = [  # seeds outermost, so that pairs complete early
             Task(config.override({"seed": seed}), self.out / folder_name(name) / f"seed-{seed}", data_root, title=name)
@@ -74,6 +76,8 @@ class Comparison:
 
         Several processes may do this in one folder.  Raises `gsoftmax.workers.Failed`, at the end, if runs failed.
         """
+        for task in self.tasks:  # also those of other processes: runs of different data do not mix
+            is_done(task)
         self.write_plan()
         run_tasks(self.mine, jobs, progress)
         if not all(map(is_done, self.tasks)):
@@ -83,7 +87,7 @@ class Comparison:
 
     def write_plan(self) -> None:
         """Writes heads and seeds, from which `gsoftmax report` knows what is missing."""
-        plan = json.dumps({"heads": self.heads, "seeds": self.seeds}, indent=2)
+        plan = json.dumps(sealed({"heads": self.heads, "seeds": self.seeds}), indent=2)
         with locked_when_free(self.out):
             atomic_write(self.out / PLAN, plan)
 

@@ -7,8 +7,8 @@ name carries the first half of its SHA-256.  The newest two are kept: a damaged 
 one before it.  The files of a finished run are compared with SHA256SUMS whenever they are read.
 
 environment.json has a fingerprint of everything outside the configuration that decides the result: the data, initial
-weights, and the source of a head of your own.  A run whose fingerprints differ is another run.  Folders of versions
-that recorded no fingerprints and no checksums are believed.
+weights, and the source of a head of your own with the modules that it imports from its folder or package.  A run whose
+fingerprints differ is another run.  Folders of versions that recorded no fingerprints and no checksums are believed.
 """
 
 from __future__ import annotations
@@ -209,11 +209,32 @@ def differences(run: Path, config: Config, fingerprints: Mapping[str, str] | Non
     if not isinstance(recorded, dict):
         return ""
     changed = [key for key in wanted if key in recorded and recorded[key] != wanted[key]]
-    return "; ".join(
-        f"{key}={getattr(config, key)} as it was before it changed (fingerprint {str(recorded[key])[:8]}, now "
-        f"{wanted[key][:8]})"
-        for key in changed
-    )
+    told = []
+    for key in changed:
+        of = key.removesuffix("_imports")
+        what = "it" if of == key else "a module that it imports"
+        prints = f"fingerprint {str(recorded[key])[:8]}, now {wanted[key][:8]}"
+        told.append(f"{of}={getattr(config, of)} as it was before {what} changed ({prints})")
+    return "; ".join(told)
+
+
+def check_same_data(runs: Iterable[str | os.PathLike[str]]) -> None:
+    """Raises if runs that are to be compared recorded fingerprints of different data; without fingerprints they pass.
+
+    runs: their folders
+    """
+    found: dict[tuple[str, int | None], dict[str, Path]] = {}
+    for run in map(Path, runs):
+        recorded, config = read_environment(run).get("fingerprints"), read_config(run)
+        if isinstance(recorded, dict) and isinstance(of := recorded.get("data"), str) and config is not None:
+            seen = found.setdefault((config.data, config.image_size), {})  # the size is part of the fingerprint
+            seen.setdefault(of, run)
+            if len(seen) > 1:
+                (one, first), (other, second) = seen.items()
+                raise ValueError(
+                    f"{first} and {second} were trained on different data: {config.data} changed between them "
+                    f"(fingerprints {one[:8]} and {other[:8]}); remove one of them and train it again"
+                )
 
 
 def _has_final_row(run: Path) -> bool:

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import measures, significance
-from .files import atomic_write, sealed
-from .messages import first_line, plural
+from .files import atomic_write, read_json, sealed
+from .messages import first_line, plural, reason
 from .outputs import IGNORE, has_outputs, open_outputs
 from .reproduce import labels, not_recipe
-from .runs import folder_name, read_result
+from .runs import check_same_data, folder_name, read_result
 from .tables import Cell, Shown, Table, decimals, p_value, plus_minus, signed
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "correct",
     "correct_families",
     "correction",
+    "damaged",
     "differences",
     "findings",
     "geometry_changes",
@@ -48,10 +49,13 @@ __all__ = [
     "summary_of",
     "tuning_tables",
     "verdicts",
+    "without_geometry",
 ]
 
 PLAN = "comparison.json"  # heads and seeds of a comparison's folder
 _WORTH, _SPREADS = 0.5, (0.25, 0.5, 1.0)  # points of a difference worth knowing, and of its deviation over seeds
+_FEW = 5  # seeds, with fewer of which their deviation is hardly known
+_EQUAL = 1e-9  # points: differences that differ by rounding errors are equal
 _BLOCK = 2**22  # numbers of x read at a time
 PAIRED = ("difference", "95 % from", "to", "t", "p", "p, Holm", "n")
 
@@ -77,15 +81,10 @@ def so_far(out: str | os.PathLike[str]) -> dict[str, Any] | None:
     path = Path(out) / PLAN
     if not path.exists():
         return None
-    try:
-        plan = json.loads(path.read_bytes())
-        heads, seeds = plan["heads"], plan["seeds"]
-        if not all(type(s) is int for s in seeds) or any(folder_name(h) in ("", ".", "..") for h in heads):
-            raise ValueError("heads must be names and seeds whole numbers")
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} is not the plan of a comparison: {first_line(error)}") from None
+    heads, seeds = _read_plan(path)
     found = {(h, s): read_result(_run(out, h, s)) for s in seeds for h in heads}
     results = {key: result for key, result in found.items() if result is not None}
+    check_same_data(_run(out, *key) for key in results)
     if len(results) == len(found):
         path = Path(out) / "summary.json"
         if path.exists() and not _is_of_others(path, heads, seeds):
@@ -100,6 +99,26 @@ def so_far(out: str | os.PathLike[str]) -> dict[str, Any] | None:
         heads = [h for h in heads if (h, whole[0]) in results]
     summary = _with_images(summary_of({h: [results[h, s] for s in whole] for h in heads}, whole), out)
     return summary | {"incomplete": f"{finished} finished"}
+
+
+def _read_plan(path: Path) -> tuple[list[str], list[int]]:
+    """Heads and seeds of a comparison; the plans of older versions have no checksum."""
+    try:
+        plan = read_json(path)
+        heads, seeds = plan["heads"], plan["seeds"]
+        if "sha256" in plan and plan != sealed(plan):
+            raise ValueError("its checksum does not match its content")
+        folders = list(map(folder_name, heads))
+        lists = isinstance(heads, list) and isinstance(seeds, list)
+        if not lists or not all(type(s) is int for s in seeds) or {"", ".", ".."} & {*folders}:
+            raise ValueError("heads must be names and seeds whole numbers")
+        for what, named in (("heads", folders), ("seeds", seeds)):
+            if not named or len(set(named)) < len(named):
+                raise ValueError(f"{what} must be different and not empty, got {named}")
+    except (ValueError, LookupError, TypeError) as error:
+        why = f"it lacks {error}" if isinstance(error, KeyError) else first_line(error).removeprefix(f"{path} ")
+        raise ValueError(f"{path} is not the plan of a comparison: {why}; run the comparison again") from None
+    return heads, seeds
 
 
 def _run(out: str | os.PathLike[str], head: str, seed: int) -> Path:
@@ -196,6 +215,23 @@ def over_images(runs: Mapping[tuple[str, int], Path]) -> dict[str, Any]:
     }
     correct(list(tests.values()))
     return {head: {"paired": {"error": test}, "mcnemar": None} for head, test in tests.items()}
+
+
+def damaged(summary: Mapping[str, Any], out: str | os.PathLike[str]) -> str:
+    """The first file of outputs of a comparison that cannot be read, and why; empty if all can be read.
+
+    summary, out: of the comparison, and its folder
+    """
+    for run in (_run(out, h, s) for h in summary["heads"] for s in summary["seeds"]):
+        try:
+            if has_outputs(run):
+                _wrong(run)
+        except (OSError, ValueError) as error:
+            path, why = run / "outputs.safetensors", reason(error)
+            if str(path) in why:
+                return why
+            return f"{path}{why.removeprefix(path.name)}" if why.startswith(path.name) else f"{path}: {why}"
+    return ""
 
 
 def _wrong(run: Path) -> tuple[np.ndarray, np.ndarray, int]:
@@ -466,15 +502,20 @@ def geometry_changes(tests: Mapping[str, Mapping[str, Any]], means: Mapping[str,
     """The measures of class geometry that change, after correction; empty without tests of them.
 
     tests, means: paired tests, and means of the first head, by measure
+
+    Compactness and ratio depend on the scale of x, so alone they are no change of geometry.
     """
-    known = [key for key in ("compactness", "separability", "ratio") if key in tests and means[key]]
-    told = []
+    known = [key for key in measures.GEOMETRY if key in tests and means[key]]
+    told = {}
     for key in known:
         p = tests[key]["p_holm"]
         if p is not None and p < significance.ALPHA:
-            told.append(f"{key} {100 * tests[key]['difference'] / means[key]:+.0f} %".replace("-", "−"))
+            change = 100 * tests[key]["difference"] / means[key]
+            told[key] = f"{measures.find(key).label} {change:+.0f} %".replace("-", "−")
+    if free := [text for key, text in told.items() if key not in ("compactness", "ratio")]:
+        return f"Class geometry changes: {', '.join(free)}."
     if told:
-        return f"Class geometry changes: {', '.join(told)}."
+        return f"Only the scale of x changes: {next(iter(told.values()))}."
     return "No change of class geometry is shown." if known else ""
 
 
@@ -486,9 +527,16 @@ def verdicts(summary: Mapping[str, Any]) -> list[str]:
     size = plural(len(summary["seeds"]), "seed")
     told = [f.against(summary["heads"][0], size) for f in findings(summary) if f.verdict != "none"]
     sentences = [sentence for sentence in (no_verdict(summary), *told) if sentence]
-    if hidden := summary.get("at_chance"):
-        sentences.append(f"Not clearly better than guessing, so without geometry: {', '.join(hidden)}.")
-    return [*sentences, *filter(None, [not_recipe(summary)])]
+    return [*sentences, *filter(None, [without_geometry(summary), not_recipe(summary)])]
+
+
+def without_geometry(summary: Mapping[str, Any]) -> str:
+    """Which heads are not clearly better than guessing; empty if all are.
+
+    summary: of a comparison
+    """
+    hidden = ", ".join(summary.get("at_chance", ()))
+    return f"Not clearly better than guessing, so without geometry: {hidden}." if hidden else ""
 
 
 def correction(summary: Mapping[str, Any]) -> str:
@@ -507,9 +555,12 @@ def _power(test: Mapping[str, Any], n: int, heads: int) -> str:
     """How small a difference these seeds can show, in the primary test of one of several heads."""
     if test["low"] is None:
         return ""
+    if test["high"] - test["low"] < _EQUAL:  # which says nothing about other seeds
+        return "All seeds differ by the same amount." if abs(test["difference"]) > _EQUAL else ""
     sd = (test["high"] - test["low"]) / 2 / significance.t_quantile(0.975, n - 1) * math.sqrt(n)
     needed = significance.required_n(sd, _WORTH, alpha=significance.ALPHA / heads)
     after = f", corrected for {plural(heads, 'head')}" if heads > 1 else ""
+    after += f", by a rough estimate from {plural(n, 'seed')}" if n < _FEW else ""
     if needed <= n:
         return f"{n} seeds show a true difference of {_WORTH:g} points with 80 % power or more{after}."
     return f"{n} seeds are few: {needed:,} would show a true difference of {_WORTH:g} points with 80 % power{after}."
@@ -524,7 +575,8 @@ def no_verdict(summary: Mapping[str, Any]) -> str:
     if len(summary["seeds"]) > 1 or not heads or summary.get("kind") == "analyze":
         return ""
     alpha, label = significance.ALPHA / heads, measures.headline(summary["multilabel"]).label
-    needed = [f"{significance.required_n(sd, _WORTH, alpha=alpha)} if they vary by {sd:g} points" for sd in _SPREADS]
+    seeds = {sd: significance.required_n(sd, _WORTH, alpha=alpha) for sd in _SPREADS}
+    needed = [f"{n} if they vary by {sd:g} point{'s' * (sd != 1)}" for sd, n in seeds.items()]
     return (
         f"No verdict: with one seed, a difference between heads cannot be told from one between seeds. To show a "
         f"difference of {_WORTH:g} points of {label} with 80 % power takes as many seeds as the paired "
