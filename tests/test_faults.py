@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import random
@@ -798,7 +799,8 @@ def test_sixteen_processes_share_a_folder_and_two_are_killed(tmp_path):
         done = [program.wait() for program in programs]
     finally:
         _kill(*(program.process.pid for program in programs if program.process.is_alive()))
-    assert [d.returncode for d in done] == [-signal.SIGKILL] * 2 + [0] * 14, [d.stderr for d in done if d.returncode > 0]
+    failed = [d.stderr for d in done if d.returncode > 0]
+    assert [d.returncode for d in done] == [-signal.SIGKILL] * 2 + [0] * 14, failed
     ends = [json.loads(line) for d in done for line in d.stdout.splitlines() if line.startswith('{"event": "end"')]
     trained = [end["run"] for end in ends if end["trained"]]
     assert len(trained) == len(set(trained)) >= 62  # a killed process may have finished a run without saying so
@@ -899,3 +901,22 @@ def test_faults_at_awkward_moments(tmp_path):
     rows = json.loads((tmp_path / "faults.json").read_bytes())
     assert len(rows) == int(done.stdout.splitlines()[-1].split()[0]) > 40
     assert sum(row["ok"] is True for row in rows) > 40 and all(row["command"].startswith("gsoftmax ") for row in rows)
+
+
+def test_a_queue_of_other_processes_is_waited_for(tmp_path, monkeypatch):
+    """Patience is with one of them, however many have their turn before."""
+    monkeypatch.setattr(workers, "PATIENCE", 0.3)
+    turns = iter([*(f"process {i}" for i in range(8)), ""])
+
+    @contextlib.contextmanager
+    def locked(folder):
+        if owner := next(turns):
+            raise BlockingIOError(f"{folder} is in use by {owner}")
+        yield
+
+    monkeypatch.setattr(workers, "locked", locked)
+    with workers.locked_when_free(tmp_path):
+        pass
+    turns = itertools.repeat("process 9")
+    with pytest.raises(BlockingIOError, match="process 9"), workers.locked_when_free(tmp_path):
+        pass

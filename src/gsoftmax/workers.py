@@ -50,7 +50,7 @@ DIVERGED = "diverged.txt"  # in the folder of a run that may diverge, and did
 TAKEN = "taken"  # folder in that of a run, locked by the process that trains it
 STOP = 6.0  # seconds that workers have for saving what they do
 POLL = 0.2  # seconds between two looks at signals and processes
-PATIENCE = 60.0  # seconds to wait for the report of another process
+PATIENCE = 120.0  # seconds to wait for the report of one other process
 RETRY = 2.0  # seconds between two looks at runs that other processes train
 RHYTHM = 0.25  # seconds between two events of a run
 START = "import json, sys; sys.path[:], sys.argv[:] = json.loads(sys.argv[1]); from gsoftmax.worker import main; main()"
@@ -174,14 +174,16 @@ def locked_when_free(folder: Path) -> Iterator[None]:
 
     folder: in which they write a summary or a report
     """
-    end = time.monotonic() + PATIENCE
+    end, owner = 0.0, ""
     with contextlib.ExitStack() as stack:
         while True:
             try:
                 stack.enter_context(locked(folder))
                 break
-            except BlockingIOError:
-                if time.monotonic() > end:
+            except BlockingIOError as error:
+                if str(error) != owner:  # another one's turn
+                    end, owner = time.monotonic() + PATIENCE, str(error)
+                elif time.monotonic() > end:
                     raise
             time.sleep(0.1)
         yield
