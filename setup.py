@@ -8,6 +8,7 @@ import zlib
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.sdist import sdist
 
 # Without a compiler, or with one that lacks GCC's vector types, the build goes on and the package takes its pure torch
@@ -29,7 +30,7 @@ native = Extension(
 
 
 class ReproducibleSdist(sdist):
-    """With SOURCE_DATE_EPOCH the archive depends on the content of its files alone, as a wheel does already."""
+    """With SOURCE_DATE_EPOCH the archive depends on the content of its files alone."""
 
     def make_archive(self, base_name, format, root_dir=None, base_dir=None, owner=None, group=None):
         epoch = os.environ.get("SOURCE_DATE_EPOCH")
@@ -52,5 +53,15 @@ class ReproducibleSdist(sdist):
         return name
 
 
+class ReproducibleWheel(bdist_wheel):
+    """Its files have the same permissions whatever the umask and those of the sources are."""
+
+    def write_wheelfile(self, *args, **options):  # the last file before they are packed
+        super().write_wheelfile(*args, **options)
+        for path in Path(self.bdist_dir).rglob("*"):
+            path.chmod(0o755 if path.stat().st_mode & 0o100 else 0o644)
+
+
 # Always compiled again: a library left over from another version may well be newer than the source by its date.
-setup(ext_modules=[native], options={"build_ext": {"force": True}}, cmdclass={"sdist": ReproducibleSdist})
+commands = {"sdist": ReproducibleSdist, "bdist_wheel": ReproducibleWheel}
+setup(ext_modules=[native], options={"build_ext": {"force": True}}, cmdclass=commands)

@@ -13,15 +13,20 @@
 # After a preemption SLURM starts the task again by itself.
 set -euo pipefail
 
-for ((i = 1; i < $#; i++)); do
-    if [[ "${!i}" == --out ]]; then
-        j=$((i + 1))
-        out="${!j}"
-    fi
+report=(gsoftmax report)
+for ((i = 1; i <= $#; i++)); do
+    j=$((i + 1))
+    case "${!i}" in
+        --out) out="${!j:-}" ;;
+        --out=*) out="${!i#*=}" ;;
+        --data) report+=(--data "${!j:-}") ;;
+        --data=*) report+=(--data "${!i#*=}") ;;
+    esac
 done
 : "${out:?give the folder that all tasks share with --out}"
 
 if [[ "${SLURM_ARRAY_TASK_ID:-}" == "${SLURM_ARRAY_TASK_MIN:-}" && "${SLURM_RESTART_COUNT:-0}" == 0 ]]; then
-    sbatch --dependency="afterany:$SLURM_ARRAY_JOB_ID" --job-name=gsoftmax-report --wrap "$(printf '%q ' gsoftmax report "$out")"
+    sbatch --dependency="afterany:$SLURM_ARRAY_JOB_ID" --job-name=gsoftmax-report --wrap \
+        "$(printf '%q ' "${report[@]}" "$out")"
 fi
 exec gsoftmax compare "$@" --jobs "${SLURM_CPUS_PER_TASK:-1}" --only "$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+import tracemalloc
 import zipfile
 
 import numpy as np
@@ -17,7 +19,9 @@ from scipy.special import expit, log_softmax, softmax
 from sklearn.metrics import accuracy_score, average_precision_score, f1_score, log_loss
 
 from gsoftmax import analyze as room
+from gsoftmax import outputs
 from gsoftmax.analyze import analyze, compare_outputs, mcnemar
+from gsoftmax.data import core
 from gsoftmax.functional import gsoftmax
 from gsoftmax.outputs import open_outputs
 from gsoftmax.report import from_outputs
@@ -295,7 +299,7 @@ def test_what_cannot_be_used_is_left_out_with_a_note(tmp_path):
     assert np.isfinite(list(found.geometry.average().values())).all()
     assert "classes 1, 2, 3, 4: no examples" in notes(x=x, y=np.zeros(400, int))
     assert "compactness only" in notes(x=x[:, :1], y=np.zeros(400, int))  # one class
-    assert "its own output never varies" in notes(x=np.ones((400, 5)), y=y)
+    assert "its own output never varies" in notes(x=np.full((400, 5), 2.0), y=y)
     one_hot = np.eye(5, dtype=np.uint8)[y]
     assert "exactly one label" in notes(x=x, y=one_hot)
     p = np.eye(5)[(y + 1) % 5]
@@ -383,6 +387,50 @@ def test_half_precision_tensors(tmp_path):
     save_file({"x": x, "y": torch.from_numpy(y)}, tmp_path / "a.safetensors")
     found = analyze(tmp_path / "a.safetensors")
     np.testing.assert_allclose(found.measures["ratio"], naive(x.double().numpy(), y)[2], rtol=1e-9)
+
+
+def npz(path, compression=zipfile.ZIP_STORED, **members):
+    """An archive of (shape, bytes of data), whatever the shape promises."""
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, (shape, held) in members.items():
+            header = io.BytesIO()
+            np.lib.format.write_array_header_1_0(header, {"descr": "<f8", "fortran_order": False, "shape": shape})
+            archive.writestr(f"{name}.npy", header.getvalue() + bytes(held))
+    return path
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_a_small_archive_cannot_declare_much(tmp_path, compression, monkeypatch):
+    path = npz(tmp_path / "a.npz", compression, x=((2, 10**9), 0), y=((2,), 16))
+    with pytest.raises(
+        ValueError, match=r"^x in a.npz cannot be read: it declares 16,000,000,000 bytes but holds f\S+$"
+    ):
+        analyze(path)
+    monkeypatch.setattr(outputs, "SMALL", 2**20)
+    monkeypatch.setattr(core, "SMALL", 2**20)
+    path = npz(tmp_path / "a.npz", compression, x=((1000, 200), 1_600_000), y=((1000,), 8000))
+    if compression == zipfile.ZIP_STORED:
+        assert open_outputs(path).num_classes == 200
+    else:
+        words = r"^x in a.npz declares 1,600,000 bytes, more than 100 times the [\d,]+ that it holds$"
+        with pytest.raises(ValueError, match=words):
+            open_outputs(path)
+    path = npz(tmp_path / "a.npz", compression, x=((0, 10**9), 0), y=((0,), 0))
+    with pytest.raises(ValueError, match=r"^a row of x in a.npz declares 8,000,000,000 bytes, more than the limit"):
+        open_outputs(path)
+
+
+def test_a_csv_with_many_columns_and_short_rows_takes_no_memory(tmp_path):
+    width, rows = 20_000, 2**14
+    path = tmp_path / "a.csv"
+    whole = ",".join(["0"] * width)
+    for start, words in (("", "row 1 of a.csv"), (f"{whole}\n", "row 2 of a.csv")):
+        path.write_text(",".join(["y", *(f"c{i}" for i in range(1, width))]) + "\n" + start + "0,1\n" * rows)
+        tracemalloc.start()
+        with pytest.raises(ValueError, match=f"{words} must have {width} cells, got 2"):
+            analyze(path)
+        assert tracemalloc.get_traced_memory()[1] < 2**26
+        tracemalloc.stop()
 
 
 def test_csv_reads_names_and_reports_the_line_of_an_error(tmp_path):

@@ -61,6 +61,29 @@ def test_a_cluster_trains_the_parts_of_a_comparison(tmp_path):
     assert (tmp_path / "out" / "report.html").exists() and "incomplete" not in done.stdout
 
 
+@pytest.mark.parametrize(("part", "report", "status"), [("kill -9 $$", 0, 137), ("exit 1", 2, 1), ("exit 0", 3, 3)])
+def test_a_part_that_dies_is_the_status_of_the_comparison(tmp_path, part, report, status):
+    """A module that writes down its arguments stands in for ours."""
+    (tmp_path / "gsoftmax").mkdir()
+    (tmp_path / "gsoftmax" / "__init__.py").touch()
+    (tmp_path / "gsoftmax" / "__main__.py").write_text(
+        "import os, sys\n"
+        "print(*sys.argv[1:], file=open('called', 'a'))\n"
+        f"os.execv('/bin/sh', ['sh', '-c', {part!r}] if '2/2' in sys.argv else ['sh', '-c', "
+        f"'exit {report}' if sys.argv[1] == 'report' else 'exit 0'])\n"
+    )
+    words = ["threads", "-", "2", "digits", "--out=shared/my photos", "--data=images", "--seeds", "2", "lr=1"]
+    done = subprocess.run([sys.executable, EXAMPLES / "cluster_compare.py", *words], cwd=tmp_path)
+    assert done.returncode == status
+    called = (tmp_path / "called").read_text().splitlines()
+    assert called[2:] == ["report --data images shared/my photos"]
+    assert sorted(called[:2]) == [f"compare {' '.join(words[3:])} --only {k}/2" for k in (1, 2)]
+    failed = subprocess.run(
+        [sys.executable, EXAMPLES / "cluster_compare.py", *words[:4]], capture_output=True, text=True
+    )
+    assert failed.returncode == 2 and "required: --out" in failed.stderr
+
+
 def test_the_array_job_trains_its_part_and_asks_for_a_report(tmp_path):
     """Programs that write down their arguments stand in for SLURM's and ours."""
     for name in ("sbatch", "gsoftmax"):
@@ -74,6 +97,11 @@ def test_the_array_job_trains_its_part_and_asks_for_a_report(tmp_path):
     part = "gsoftmax compare folder:photos --out shared/my photos --jobs 4 --only"
     report = "sbatch --dependency=afterany:7 --job-name=gsoftmax-report --wrap gsoftmax report shared/my\\ photos "
     assert (tmp_path / "called").read_text().splitlines() == [report, f"{part} 1/8", f"{part} 3/8"]
+    (tmp_path / "called").unlink()
+    words = ["bash", str(EXAMPLES / "slurm.sh"), "digits", "--data", "my images", "--out=out", "lr=1"]
+    subprocess.run(words, cwd=tmp_path, env=environment | {"SLURM_ARRAY_TASK_ID": "1"}, check=True)
+    asked, _ = (tmp_path / "called").read_text().splitlines()
+    assert asked.endswith("--wrap gsoftmax report --data my\\ images out ")
     failed = subprocess.run(["bash", str(EXAMPLES / "slurm.sh"), "digits"], capture_output=True, text=True)
     assert failed.returncode == 1 and "give the folder that all tasks share with --out" in failed.stderr
 

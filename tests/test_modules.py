@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from processes import one_thread  # noqa: F401
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gsoftmax
 from gsoftmax import (
@@ -34,6 +35,17 @@ MODULES = {
     "head": lambda **k: GSoftmaxHead(8, 5, **k),
     "multilabel head": lambda **k: GSoftmaxHead(8, 5, form="paired", **k),
 }
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("sigma", [1.0, [0.5, 1.0, 2.0, 1.0, 1.0]])
+def test_modules_are_made_of_fake_tensors(name, sigma):
+    """A FakeTensorMode, in which memory is estimated and graphs are exported, has shapes and no values."""
+    with FakeTensorMode():
+        made = MODULES[name](mu=0.5, sigma=sigma)
+        tensors = made.state_dict()
+    real = MODULES[name](mu=0.5, sigma=sigma).state_dict()
+    assert {key: value.shape for key, value in tensors.items()} == {key: value.shape for key, value in real.items()}
 
 
 def run(module):

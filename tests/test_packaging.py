@@ -390,18 +390,19 @@ def package_files() -> set[str]:
 
 @pytest.mark.slow
 def test_sdist_and_wheel_are_the_same_bytes_when_they_are_built_again(tmp_path):
-    """In another folder, at another time: whoever builds them can compare them with what was published."""
+    """In another folder, at another time, with another umask: anyone can compare a build with what was published."""
     code = "from setuptools import build_meta as b; print('|' + b.build_sdist('dist') + '|' + b.build_wheel('dist'))"
     left_out = shutil.ignore_patterns(
         ".*", "__pycache__", "build", "dist", "runs", "tests", "docs", "*.so", "*.egg-info"
     )
     found = []
-    for name in ("first", "second/in/a/deeper/folder"):
+    for name, umask in (("first", 0o022), ("second/in/a/deeper/folder", 0o077)):
         tree = tmp_path / name
         shutil.copytree(ROOT, tree, ignore=left_out)
         for path in (p for p in tree.rglob("*") if p.is_file() and found):
             os.utime(path, (10**9, 10**9))
-        check(run(sys.executable, "-c", code, cwd=tree, env={"SOURCE_DATE_EPOCH": "1700000000"}))
+            path.chmod(path.stat().st_mode & ~umask)  # as a checkout has them
+        check(run(sys.executable, "-c", code, cwd=tree, env={"SOURCE_DATE_EPOCH": "1700000000"}, umask=umask))
         found.append({path.name: path.read_bytes() for path in (tree / "dist").iterdir()})
     assert len(found[0]) == 2 and found[0] == found[1]
 

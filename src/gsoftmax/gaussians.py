@@ -250,7 +250,7 @@ class GaussianLogits(nn.Module):
         return (sigma - self.sigma_min).clamp_min(self._low()).log()
 
     def _check_sigma(self, sigma: Tensor) -> None:
-        if not bool((sigma > self.sigma_min).all()):
+        if _fails(sigma > self.sigma_min):
             raise ValueError(
                 f"sigma must be above sigma_min={self.sigma_min:g}, got a minimum of {sigma.min().item():g}; "
                 "reduce sigma_min to allow smaller values"
@@ -335,9 +335,17 @@ def per_class(name: str, value: float | Sequence[float] | Tensor, classes: int) 
     value = torch.as_tensor(value, dtype=torch.float64, device="cpu").detach()
     if value.ndim > 0 and value.shape != (classes,):
         raise ValueError(f"{name} must be a number or {classes} values, got shape {tuple(value.shape)}")
-    if not bool(torch.isfinite(value).all()):
+    if _fails(torch.isfinite(value)):
         raise ValueError(f"{name} must be finite, got {value.tolist()}")
     return value.expand(classes).clone()
+
+
+def _fails(condition: Tensor) -> bool:
+    """Whether a condition is false anywhere; never for the fake tensors of a FakeTensorMode, which have no values."""
+    try:
+        return not bool(condition.all())
+    except RuntimeError:  # DataDependentOutputException, which torch keeps in a private module
+        return False
 
 
 def first_items(batches: Iterable[Any]) -> Iterator[Tensor]:

@@ -36,6 +36,7 @@ import numpy as np
 import torch
 from torch.nn.functional import logsigmoid
 
+from .data.core import MAX_RATIO, SMALL, within_limit
 from .files import verify
 from .functional import gsoftmax_logits
 from .messages import first_line
@@ -398,6 +399,7 @@ class _Npz:
                     f"{key} in {self.path.name} holds pickled Python objects, which are not read: save numbers or text"
                 )
             size = math.prod(shape) * dtype.itemsize
+            self._check_declared(archive.getinfo(self.members[key]), key, size, shape)
             if fortran and len(shape) > 1:  # which is read at once
                 if size > min(2**30, max(2**27, 100 * archive.getinfo(self.members[key]).compress_size)):
                     raise ValueError(f"{key} is stored column by column: save numpy.ascontiguousarray({key})")
@@ -405,6 +407,18 @@ class _Npz:
                 return io.BytesIO(np.ascontiguousarray(whole).tobytes()), tuple(shape), dtype
             on_error.pop_all()  # the caller closes it
             return stream, tuple(shape), dtype
+
+    def _check_declared(self, member: zipfile.ZipInfo, key: str, size: int, shape: tuple[int, ...]) -> None:
+        """Raises for a header that promises more than there is, or than a small file may take."""
+        what, held = f"{key} in {self.path.name}", self.path.stat().st_size
+        packed = min(member.compress_size, held)
+        if size > member.file_size or size > 1100 * packed + 1024:  # deflate compresses at most 1032:1
+            raise ValueError(f"{what} cannot be read: it declares {size:,} bytes but holds fewer")
+        if size > max(SMALL, MAX_RATIO * packed):
+            raise ValueError(
+                f"{what} declares {size:,} bytes, more than {MAX_RATIO} times the {packed:,} that it holds"
+            )
+        within_limit(8 * math.prod(shape[1:]), f"a row of {what}", held)
 
     def _read(self, stream: Any, key: str, size: int) -> bytes:
         try:
@@ -549,17 +563,17 @@ class _Csv:
         except ValueError:
             pass
         # a name in the column y, or something wrong: cell by cell, to say where
-        table = np.empty((len(lines), len(self.header)))
+        rows = []
         try:
             for i, cells in enumerate(csv.reader(lines, delimiter=self.delimiter)):
                 if len(cells) != len(self.header):
                     raise ValueError(
                         f"row {line + i} of {self.path.name} must have {len(self.header)} cells, got {len(cells)}"
                     )
-                table[i] = [self._value(cell.strip(), k, line + i) for k, cell in enumerate(cells)]
+                rows.append(np.array([self._value(cell.strip(), k, line + i) for k, cell in enumerate(cells)]))
         except csv.Error as error:
             raise ValueError(f"a row of {self.path.name} after row {line} cannot be read: {error}") from None
-        return table
+        return np.stack(rows)
 
     def _value(self, cell: str, column: int, row: int) -> float:
         if _is_number(cell):
