@@ -120,7 +120,7 @@ def test_what_the_tab_key_writes(shell, tmp_path):
 
 
 def test_a_tab_does_not_import_torch(tmp_path):
-    line = "gsoftmax train digits head=g"
+    line = "gsoftmax train digits head=gs"
     asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "out"), "COMP_LINE": line}
     asked["COMP_POINT"] = str(len(line))
     code = "import sys; sys.modules['torch'] = None; from gsoftmax.cli import main; main()"
