@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scipy.stats import norm
-from test_report import EVIL, HEADS, NAMES, fake_comparison, fake_outputs
+from test_report import EVIL, HEADS, NAMES, fake_comparison, fake_outputs, fake_weak_run
 
 from gsoftmax import report
 from gsoftmax.report import playground
+from gsoftmax.summary import summarise
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 ARGUMENTS = [
@@ -64,6 +65,13 @@ def pages(tmp_path_factory):
     for name in heads:
         o = fake_outputs(name, 0)
         np.savez(root / f"{name}.npz", x=o["x"].numpy(), y=o["y"].numpy(), names=NAMES)
+    for head in heads:
+        for seed in range(2):
+            fake_weak_run(root / "chance" / head / f"seed-{seed}", head, seed, 0.0)
+    made["chance"] = report.write_page(summarise(root / "chance", heads, range(2)), root / "chance", "chance")
+    long = ("softmax", "gsoftmax(lam=0.25)", "gsoftmax(lam=2)")
+    made["long"] = fake_comparison(root / "long", heads=long, seeds=2)
+    made["twelve"] = fake_comparison(root / "twelve", heads=heads, seeds=2, names=[f"breed {i:02d}" for i in range(12)])
     made["analyze"] = report.write(report.from_outputs(root / "softmax.npz", root / "gsoftmax.npz"), root / "a")[0]
     return made
 
@@ -96,7 +104,7 @@ def visit(browser, pages):
 
 def cells(tab, selector):
     """The rows of a table as it is shown, by the text of their first cell."""
-    rows = tab.locator(f"{selector} tbody tr").all()
+    rows = tab.locator(f"{selector} tbody tr:not([aria-hidden])").all()
     return {row.locator("th").inner_text(): row.locator("td").all_inner_texts() for row in rows}
 
 
@@ -362,6 +370,144 @@ def test_several_labels_and_two_models(visit):
     assert "McNemar" in tab.inner_text("#summary")
 
 
+def test_a_comparison_at_chance_level_still_has_its_examples(visit):
+    tab = visit("chance")
+    assert tab.locator("#one, #classes, #split").count() == 0
+    assert tab.locator("#frequent tbody tr").count() > 1
+    assert "over all seeds" in tab.inner_text("#frequent caption")
+    tab.select_option("#seed", "1")
+    assert tab.inner_text("#frequent caption").endswith("seed 1")
+    tab.check("#only")
+    for c, name in enumerate("abc"):
+        tab.select_option("#class", str(c))
+        assert tab.inner_text(".check .chosen") == name
+        shown = tab.locator(".tile:visible").all()
+        assert shown and {t.locator("button").inner_text() for t in shown} == {name}
+
+
+def test_one_outlier_leaves_room_for_the_others(visit, pages, tmp_path):
+    rng, y = np.random.default_rng(0), np.arange(600) % 30
+    x = rng.normal(size=(600, 30)) + 4 * np.eye(30)[y]
+    x[y == 7, 7] = 4 + 1e-4 * x[y == 7, 7]  # compactness 1e4 times that of the others
+    np.savez(tmp_path / "x.npz", x=x, y=y)
+    pages["outlier"] = report.write(report.from_outputs(tmp_path / "x.npz", resamples=0), tmp_path)[0]
+    tab = visit("outlier")
+    tab.select_option("#measure", "accuracy")
+    assert tab.locator("#every .plot path").count() == 0 and tab.inner_text("#clipped") == ""
+    tab.select_option("#measure", "compactness")
+    tab.select_option("#sort", "place")
+    assert tab.locator("#every tbody tr").nth(7).locator(".plot path").count() == 1
+    assert tab.locator("#every .plot path").count() == 1 and "beyond the axis" in tab.inner_text("#clipped")
+    places = [float(v[:-1]) for v in tab.locator("#every circle").evaluate_all("a => a.map(c => c.getAttribute('cx'))")]
+    assert len(places) == 29 and min(places) > 20 and max(places) < 100.01
+    assert tab.inner_text("#every .ends").strip().endswith("▶")
+    # no mark is cut by the name cell, which stays in sight
+    left = tab.locator("#every circle").first.evaluate("e => e.closest('svg').getBoundingClientRect().left")
+    cell = tab.locator("#every tbody th").first.bounding_box()
+    assert left - 3 >= cell["x"] + cell["width"]
+
+
+CONTRAST = """(name) => {
+    const linear = (v) => (v / 255 <= 0.04045 ? v / 255 / 12.92 : ((v / 255 + 0.055) / 1.055) ** 2.4);
+    const light = (rgb) => [0.2126, 0.7152, 0.0722].reduce((sum, w, k) => sum + w * linear(rgb[k]), 0);
+    const paint = (text) => {
+        const context = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+        context.fillStyle = text;
+        context.fillRect(0, 0, 1, 1);
+        return [...context.getImageData(0, 0, 1, 1).data].slice(0, 3);
+    };
+    const paper = paint(getComputedStyle(document.body).backgroundColor), cells = {}, found = [];
+    const each = (mark) => mark.items.forEach((item) => {
+        const place = item.datum && `${item.datum.row} ${item.datum.column}`;
+        if (mark.marktype === "rect" && item.datum?.share) cells[place] = item;
+        if (mark.marktype === "text" && item.datum?.share) found.push([item, place]);
+        (item.items ?? []).forEach(each);
+    });
+    each(views[name].scenegraph().root);
+    return found.map(([text, place]) => {
+        const { fill, opacity } = cells[place], on = paint(fill).map((v, k) => opacity * v + (1 - opacity) * paper[k]);
+        const [a, b] = [light(paint(text.fill)), light(on)].sort((p, q) => q - p);
+        return (a + 0.05) / (b + 0.05);
+    });
+}"""
+
+
+def test_numbers_of_the_confusion_matrix_are_legible(visit):
+    tab = visit("compare")
+    for media, scheme in (("screen", "light"), ("screen", "dark"), ("print", "dark")):  # follows while it is open
+        tab.emulate_media(media=media, color_scheme=scheme)
+        for head in HEADS:
+            tab.wait_for_function(f"Math.min(...({CONTRAST})('confusion-{head}')) >= 4.5")
+            assert len(tab.evaluate(CONTRAST, f"confusion-{head}")) > 5
+
+
+def test_a_matrix_on_a_phone_has_no_numbers_that_overlap(visit):
+    shown = "views['confusion-gsoftmax'].container().querySelectorAll('.mark-text text')"
+    hidden = f"[...{shown}].filter((t) => t.getAttribute('opacity') === '0').length"
+    for width, some in ((1200, False), (390, True)):
+        tab = visit("twelve", width=width)
+        assert bool(tab.evaluate(hidden)) == some and tab.evaluate(f"{shown}.length") > 50
+
+
+@pytest.mark.parametrize("name, turned", [("twelve", 12), ("chance", 0)])
+def test_short_names_of_columns_are_not_turned(visit, name, turned):
+    labels = visit(name).locator("[data-figure=confusion][data-head=softmax] .role-axis-label text")
+    found = labels.evaluate_all("a => a.map(t => t.getAttribute('transform'))")
+    assert sum("rotate(-90)" in t or "rotate(270)" in t for t in found) == turned
+
+
+CUT = """() => [...document.querySelectorAll(".chart svg text")].filter((text) => {
+    const frame = text.ownerSVGElement.getBoundingClientRect(), box = text.getBoundingClientRect();
+    const out = [frame.left - box.left, box.right - frame.right, frame.top - box.top, box.bottom - frame.bottom];
+    return box.width && text.getAttribute("opacity") !== "0" && Math.max(...out) > 2;
+}).map((text) => text.textContent)"""
+
+
+@pytest.mark.parametrize("name", ["compare", "long", "chance", "twelve", "analyze"])
+def test_no_text_of_a_figure_is_cut_on_a_phone(visit, name):
+    tab = visit(name, width=390)
+    tab.evaluate("for (const d of document.querySelectorAll('details')) d.open = true")
+    assert tab.evaluate(CUT) == []
+
+
+def test_names_of_class_means_do_not_overlap(visit):
+    for scheme in ("light", "dark"):
+        tab = visit("twelve", scheme=scheme)
+        boxes = tab.evaluate("""() => [...document.querySelectorAll("[data-figure^=features]")].map((figure) =>
+            [...figure.querySelectorAll(".mark-text text")].filter((t) => t.getAttribute("opacity") !== "0")
+                .map((t) => t.getBoundingClientRect()).map((b) => [b.left, b.right, b.top, b.bottom]))""")
+        assert len(boxes) == 4 and all(len(of) >= 6 for of in boxes)
+        for of in boxes:
+            for k, (left, right, top, bottom) in enumerate(of):
+                others = of[k + 1 :]
+                assert not any(
+                    min(right, r) - max(left, x) > 2 and min(bottom, b) - max(top, t) > 4 for x, r, t, b in others
+                )
+
+
+def test_the_first_screen_uses_its_width(visit):
+    tab = visit("analyze")
+    first, second = (tab.locator(f"#summary .beside > div:nth-child({k})").bounding_box() for k in (1, 2))
+    assert second["x"] >= first["x"] + first["width"] and abs(second["y"] - first["y"]) < 1
+
+
+@pytest.mark.parametrize("name", ["compare", "several", "analyze", "chance"])
+def test_every_region_has_a_name_of_its_own(visit, name):
+    names = visit(name).locator("[role=region]").evaluate_all("a => a.map(e => e.getAttribute('aria-label'))")
+    assert len(set(names)) == len(names) > 1
+
+
+def test_pages_of_models_do_not_speak_of_seeds(visit):
+    tab = visit("analyze")
+    tab.evaluate("for (const d of document.querySelectorAll('details')) d.open = true")
+    text = tab.evaluate("[...document.querySelectorAll('section:not(#again)')].map(e => e.innerText).join(' ')")
+    text = text.replace("without the head's own term", "")
+    assert "Models" in text and "seed" not in text and "head" not in text
+    tab.locator("[data-figure=scatter] .mark-symbol path").first.hover(force=True)
+    tab.locator("#vg-tooltip-element.visible").wait_for()
+    assert "seed" not in tab.inner_text("#vg-tooltip-element")
+
+
 # ------------------------------------------------------------------------------------------------------ the playground
 
 
@@ -400,7 +546,7 @@ def test_the_playground_follows_its_sliders(visit, name):
 # -------------------------------------------------------------------------------------------------- for every reader
 
 
-@pytest.mark.parametrize("name", ["compare", "several", "analyze", "playground"])
+@pytest.mark.parametrize("name", ["compare", "several", "analyze", "chance", "long", "playground"])
 def test_no_sideways_scrolling_on_a_phone(visit, name):
     tab = visit(name, width=390)
     assert tab.evaluate("document.documentElement.scrollWidth") <= 390
@@ -414,6 +560,7 @@ def test_no_sideways_scrolling_on_a_phone(visit, name):
         ("compare", "light", {}),
         ("compare", "dark", {"runOnly": ["color-contrast"]}),  # nothing else depends on the scheme
         ("analyze", "light", {}),
+        ("chance", "light", {}),
         ("playground", "dark", {}),
     ],
 )

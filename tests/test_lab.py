@@ -23,7 +23,20 @@ import torch
 from processes import one_thread  # noqa: F401
 from safetensors.torch import load_file
 
-from gsoftmax import backbones, build, compare, distributed, heads, measures, ood, progress, runs, stopping, train
+from gsoftmax import (
+    backbones,
+    build,
+    compare,
+    distributed,
+    heads,
+    measures,
+    ood,
+    progress,
+    report,
+    runs,
+    stopping,
+    train,
+)
 from gsoftmax.cli import main
 from gsoftmax.config import Config
 from gsoftmax.distributed import ALONE, World
@@ -789,3 +802,16 @@ def test_a_captured_step_is_the_same_step(name, shape, options, monkeypatch):
 def _agree(what, a, b):
     largest = float(a.detach().abs().max())  # the scale for values that cancel to almost nothing
     torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5 * largest, msg=lambda text: f"{what}: {text}")
+
+
+def test_runs_of_different_data_are_not_put_side_by_side(tmp_path):
+    rng = np.random.default_rng(0)
+    for head in ("softmax", "gsoftmax"):
+        x, y = rng.normal(size=(60, 4)).astype("f4"), np.arange(60) % 3
+        np.savez(tmp_path / "table.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+        config = Config(
+            data=f"npz:{tmp_path / 'table.npz'}", head=head, epochs=1, batch_size=20, threads=1, device="cpu"
+        )
+        train.train(config, tmp_path / head)
+    with pytest.raises(ValueError, match="were trained on different data"):
+        report.from_runs([tmp_path / "softmax", tmp_path / "gsoftmax"])

@@ -398,6 +398,7 @@ def test_all_runs_of_a_head_are_judged_together_and_keep_their_accuracy(tmp_path
     assert verdicts(summary)[-1] == "Not clearly better than guessing, so without geometry: etf."
     path = report.write_page(summary, tmp_path, "t")
     doc = embedded(path)
+    assert verdicts(summary)[-1] in doc["notes"] and f"<li>{verdicts(summary)[-1]}" in path.read_text("utf-8")
     assert set(doc["metrics"]["ratio"]) == {"softmax", "gsoftmax"} == {row["head"] for row in doc["points"]}
     told = [note for note in doc["notes"] if "not clearly better than that of guessing" in note]
     assert [note.partition(":")[0] for note in told] == [f"gsoftmax, seed {s}" for s in alone]
@@ -423,6 +424,29 @@ def test_a_finding_says_how_many_seeds_would_be_needed(heads):
     assert f": {needed} would show a true difference of 0.5 points" in found.more
 
 
+def test_few_seeds_estimate_the_power_and_equal_differences_say_nothing_about_it():
+    values = {"softmax": [0.1, 0.101, 0.099], "gsoftmax": [0.101, 0.098, 0.11]}
+    estimated, known = (words.findings(summary_with({h: n * v for h, v in values.items()}))[0].more for n in (1, 2))
+    assert "3 seeds are few: " in estimated and "with 80 % power, by a rough estimate from 3 seeds. " in estimated
+    assert "with 80 % power" in known and "estimate" not in known
+    for changed, more in (([0.09, 0.11], "All seeds differ by the same amount. "), ([0.1, 0.12], "")):
+        (found,) = words.findings(summary_with({"softmax": [0.1, 0.12], "gsoftmax": changed}, ["error", "compactness"]))
+        assert "power" not in found.more and found.more.startswith(more) and ("All seeds" in found.more) == bool(more)
+
+
+def test_another_scale_of_x_is_no_change_of_geometry(tmp_path):
+    o = fake_outputs("softmax", 0, n=900, classes=20)
+    x, y = o["x"].double().numpy(), o["y"].numpy()
+    tighter = x - np.eye(20)[y] * x * 0.3 + np.eye(20)[y]
+    for name, changed in (("first", x), ("scaled", 1.5 * x), ("tighter", tighter)):
+        np.savez(tmp_path / f"{name}.npz", x=changed, y=y, p=o["p"].numpy())
+    doc = report.from_outputs(*(tmp_path / f"{name}.npz" for name in ("first", "scaled", "tighter")))
+    scaled, tight = doc["verdicts"]
+    assert "Only the scale of x changes: compactness −33 %. " in scaled and "ratio" not in scaled
+    assert re.search(r"Class geometry changes: separability \+\d+ %, relative σ −\d+ %, d′ \+\d+ %\. ", tight)
+    assert "compactness" not in tight
+
+
 def test_one_seed_has_no_verdict_and_the_page_says_why(tmp_path):
     doc = summary_with({"softmax": [0.1], "gsoftmax": [0.12]})
     (found,) = words.findings(doc)
@@ -430,7 +454,7 @@ def test_one_seed_has_no_verdict_and_the_page_says_why(tmp_path):
         found.verdict == "none" and found.sentence == "No evidence either way: error +2.00 points with one seed each."
     )
     assert "10 if they vary by 0.5 points" in no_verdict(doc)  # Cohen's d = 1: 9.94
-    assert "34 if they vary by 1 points" in no_verdict(doc)  # d = 1/2: 33.4
+    assert "34 if they vary by 1 point (" in no_verdict(doc)  # d = 1/2: 33.4
     assert "No verdict: with one seed" in report.write(doc, tmp_path)[0].read_text("utf-8")
 
 
@@ -533,7 +557,7 @@ def test_wrong_labels_are_found(tmp_path):
     assert sorted(tile["row"] for tile in tiles) == mistakes.tolist()
     assert all(tile["as_second"] == (y[tile["row"]] + 2) % 5 and tile["p"] > 0.99 for tile in tiles)
     text = path.read_text("utf-8")
-    assert text.count('<figure class="tile"') == 3 and "100 % of runs: " in text and "test row 50" in text
+    assert text.count('<figure class="tile"') == 3 and "100 % of runs: " in text and "test image 50" in text
 
 
 def test_labels_of_classes_that_are_not_learned_are_not_doubted(tmp_path):
@@ -599,7 +623,7 @@ def test_examples_have_pictures_while_the_data_is_there(tmp_path, size, kind):
     doc = report.from_runs(runs_)
     assert doc["examples"]["pictures"] == {} and "photos" in doc["examples"]["missing"]
     text = report.write(doc, tmp_path / "out")[0].read_text("utf-8")
-    assert '<img src="data:' not in text and "The images are not shown: " in text and "test row 4" in text
+    assert '<img src="data:' not in text and "The images are not shown: " in text and "test image 4" in text
 
 
 def test_pictures_are_few_and_small(tmp_path, monkeypatch):
@@ -820,3 +844,77 @@ def test_tables_of_a_document_need_no_figures(single):
     assert titles[0] == "Mean ± standard deviation over 3 seeds" and titles[-1] == "Every class"
     assert "gsoftmax minus softmax, paired over classes" in titles
     assert len(made[-1].rows) == 5 * 3 * 2  # classes, heads, splits
+
+
+# ------------------------------------------------------------------------------------------- pages of unusual documents
+
+
+def test_a_page_of_many_classes_without_geometry_keeps_the_first(tmp_path):
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "a.npz", x=rng.normal(size=(20, 2000)), y=rng.integers(0, 2000, 20))
+    doc = report.from_outputs(tmp_path / "a.npz", resamples=0)
+    assert doc["geometry"] == []
+    shown = embedded(report.write(doc, tmp_path / "out")[0])
+    assert shown["classes"] == doc["classes"][:1500]
+    assert any("the first 1,500 classes of 2,000" in note for note in shown["notes"])
+
+
+def test_of_many_classes_the_most_confused_are_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(examples, "MOST_ORDERED", 11)
+    monkeypatch.setattr(examples, "MOST_DRAWN", 4)
+    names = [f"class {i}" for i in range(12)]
+    path = fake_comparison(tmp_path, seeds=1, names=names, n=300, train_split=False)
+    found = embedded(path)["examples"]["confusion"]
+    parts = np.zeros((12, 12))
+    for of in found["heads"].values():
+        for c, j, n, *_ in of["wrong"]:
+            parts[c, j] += n / of["images"][c]
+    order = found["order"]
+    assert len(set(order)) == len(order) in (3, 4)
+    first = np.unravel_index(parts.argmax(), parts.shape)
+    assert set(first) <= set(order)
+    text = path.read_text("utf-8")
+    assert f"The {len(order)} classes of the most frequent confusions, of 12." in text
+    drawn = figures.figures(embedded(path))["confusion"]
+    cells = [len(items) for items in marks(drawn, "rect")]
+    inside = [[c, j] for of in found["heads"].values() for c, j, *_ in of["wrong"] if c in order and j in order]
+    assert sum(cells) == len(inside) + len(HEADS) * len(order)  # and the diagonals
+    assert page.trim(embedded(path))["examples"]["confusion"]["order"] == order
+    monkeypatch.setattr(page, "_MOST_CLASSES", 7)
+    small = page.trim(report.from_runs([tmp_path]))
+    kept = [names.index(name) for name in small["classes"]]
+    assert [kept[c] for c in small["examples"]["confusion"]["order"]] == [c for c in order if c in kept]
+
+
+@pytest.mark.parametrize(
+    "data, unit", [("digits", "image"), ("csv:photos.csv", "image"), ("arff:x.arff", "row"), ("npz:x.npz", "row")]
+)
+def test_an_example_is_called_what_the_dataset_has(tmp_path, data, unit):
+    for head in ("softmax", "gsoftmax"):
+        fake_run(tmp_path / head, head, 0)
+        (tmp_path / head / "config.json").write_text(json.dumps(asdict(Config(head=head, data=data))))
+    found = report.from_runs([tmp_path / "softmax", tmp_path / "gsoftmax"])["examples"]
+    assert found["pictures"] == {} and found["unit"] == unit
+
+
+def test_every_measure_on_a_page_has_a_meaning(tmp_path, single, several):
+    for path in (single, several):
+        doc = embedded(path)
+        told = [title for title, _ in words.meanings(doc)]
+        labels = [page.measures.find(key).label for key in (*doc["metrics"], *doc["measures"])]
+        assert set(labels) <= set(told)
+        assert all(f"<dt>{title}</dt>" in path.read_text("utf-8") for title in told)
+    assert not set(page.measures.MEASURES) - set(words._MEANINGS) - {"error_of_guessing"}
+
+
+def test_pages_of_models_speak_of_models(tmp_path):
+    for name in ("softmax", "gsoftmax"):
+        o = fake_outputs(name, 0)
+        np.savez(tmp_path / f"{name}.npz", x=o["x"].numpy(), y=o["y"].numpy())
+    doc = report.from_outputs(tmp_path / "softmax.npz", tmp_path / "gsoftmax.npz", resamples=10)
+    body = report.write(doc, tmp_path)[0].read_text("utf-8").split('<script type="application/json"')[0]
+    assert "Right where softmax is wrong" in body and "wrong: " in body and "0/1" not in body
+    assert "<h2>Models</h2>" in body and "Heads and seeds" not in body and "All 2 models agree" in body
+    assert {t.header[1] for t in tables.of_document(doc) if t.header[0] == "class"} == {"model", "taken for"}
+    drawn = json.dumps(figures.specs.for_page(doc))
+    assert '"field": "seed", "type": "nominal", "title"' not in drawn and '"title": "head"' not in drawn

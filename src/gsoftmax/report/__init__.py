@@ -109,7 +109,7 @@ def terminal(doc: Document, most: int = 60) -> str:
     doc, most: the document, and the rows shown of a table
     """
     missing = [f"incomplete: {doc['incomplete']}"] if doc["incomplete"] else []
-    sentences = [*missing, *doc["verdicts"], *(f"note: {note}" for note in doc["notes"])]
+    sentences = [*missing, *doc["verdicts"], *(f"note: {note}" for note in doc["notes"] if note not in doc["verdicts"])]
     parts = [textwrap.fill(table_room.plain(s), 100, subsequent_indent="  ") for s in sentences]
     for table in of_document(doc):
         more = f"... and {len(table.rows) - most:,} rows more, in the CSV. {table.note}".strip()

@@ -45,8 +45,17 @@ from ..files import read_json, sealed
 from ..messages import first_line, plural
 from ..outputs import has_outputs
 from ..reproduce import labels
-from ..runs import command_line, environment, folder_name, read_config, read_environment, read_result, read_rows
-from ..summary import correct, correct_families, not_better, over_images, summary_of, verdicts
+from ..runs import (
+    check_same_data,
+    command_line,
+    environment,
+    folder_name,
+    read_config,
+    read_environment,
+    read_result,
+    read_rows,
+)
+from ..summary import correct, correct_families, not_better, over_images, summary_of, verdicts, without_geometry
 from ..tables import plain
 from . import features, words
 from .examples import read_examples
@@ -101,6 +110,7 @@ def from_runs(
         of_head[config.seed] = folder, result
     if len(data) > 1:
         raise ValueError(f"runs of one report must be on the same data, got {' and '.join(data)}")
+    check_same_data(folder for of in found.values() for folder, _ in of.values())
     heads = sorted(found, key=lambda h: (h != "softmax", list(found).index(h)))  # softmax is the reference
     seeds = sorted(set.intersection(*(set(runs) for runs in found.values())))
     if not seeds:
@@ -163,6 +173,7 @@ def _from_runs(
     summary = {**summary, "not_recipe": labels(runs)}
     doc["not_recipe"] = summary["not_recipe"]
     doc["verdicts"], doc["incomplete"] = verdicts(dict(summary)), str(summary.get("incomplete") or "")
+    doc["notes"] += [told for told in [without_geometry(summary)] if told and len(heads) > 1]  # else it is a verdict
     doc["metrics"], hidden = with_intervals(summary["metrics"]), set(summary.get("at_chance", ()))
     doc["over_images"] = _json(summary.get("over_images", {}))
     if summary.get("tuning"):

@@ -4,9 +4,9 @@ Everything but the thumbnails comes from the files of outputs.  The pictures are
 the report is made; where that cannot be read, or its labels are not those of the outputs, the page shows row numbers.
 
     examples   None, or: rows, unit ("image", "row"), runs, confusion, flips, labels, unlearned, pictures, missing
-    confusion  order (classes, confusable ones are neighbours), heads: head -> images (of every class, in all runs),
-               right, seeds, wrong (class, predicted, count, count of every seed; the most frequent first); None for
-               several labels
+    confusion  order (classes, confusable ones are neighbours; of many the most confused), heads: head -> images (of
+               every class, in all runs), right, seeds, wrong (class, predicted, count, count of every seed; the most
+               frequent first); None for several labels
     flips      head -> runs (of the first head, and of it), better, worse (examples that a larger, or smaller, part of
                its runs gets right), apart, apart_first (examples on which a run of it and of the first head differ, and
                two runs of the first), tiles
@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import base64
 import io
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,7 +38,8 @@ from ..tables import plain
 
 MOST_PICTURES = 96
 MOST_CELLS = 3000  # of a head's confusion, the most frequent
-MOST_ORDERED = 200  # classes whose confusion is drawn as a matrix
+MOST_ORDERED = 200  # classes whose confusion is drawn as a whole matrix
+MOST_DRAWN = 40  # of more classes, those of the most frequent confusions
 _MOST_LABELS = 24  # labels that may be wrong
 _MOST_TILES = 12  # of a head, better and worse each
 _MOST_ITEMS = 50_000_000  # predictions held at a time
@@ -87,10 +90,10 @@ def read_examples(runs: Runs, data_root: str | None = None) -> dict[str, Any] | 
     flips = {h: _flips(_of(found, heads[0]), _of(found, h), used, len(heads)) for h in heads[1:]}
     labels, unlearned = _labels(list(found.values()), used)
     tiles = [tile for head in flips.values() for tile in head["tiles"]] + labels
-    pictures, missing = _pictures(next(iter(runs.values())), data_root, y, [tile["row"] for tile in tiles])
+    pictures, missing, unit = _pictures(next(iter(runs.values())), data_root, y, [tile["row"] for tile in tiles])
     return {
         "rows": int(used.sum()),
-        "unit": "image" if any("src" in p for p in pictures.values()) else "row",
+        "unit": unit,
         "runs": len(found),
         "confusion": None if first.multilabel else _confusion(found, heads, used, first.num_classes),
         "flips": flips,
@@ -114,7 +117,7 @@ def some_examples(found: dict[str, Any] | None, place: Mapping[int, int]) -> dic
         return [t for t in new if t["c"] >= 0]
 
     confusion = found["confusion"] and {
-        "order": None,
+        "order": [place[c] for c in found["confusion"]["order"] or () if c in place],
         "heads": {
             head: {
                 **{k: [of[k][c] for c in place] for k in ("images", "right")},
@@ -273,27 +276,53 @@ def _confusion(
         wrong = [[*divmod(int(place[k]), classes), int(count[k].sum()), *count[k].tolist()] for k in order]
         seeds = [seed for name, seed in found if name == head]
         told[head] = {"images": images.tolist(), "right": right.tolist(), "seeds": seeds, "wrong": wrong}
-    order_ = None
     if softs:
         mean = np.sum(softs, axis=0)
         order_ = confusable_order(mean / np.maximum(mean.sum(1, keepdims=True), 1e-12))
+    else:
+        order_ = _most_confused(told)
     return {"order": order_, "heads": told}
+
+
+def _most_confused(heads: Mapping[str, Any]) -> list[int]:
+    """The classes of the most frequent confusions, confusable ones are neighbours.
+
+    heads: as in `confusion`
+    """
+    parts = Counter[tuple[int, int]]()
+    for of in heads.values():
+        for c, j, n, *_ in of["wrong"]:
+            parts[c, j] += n / of["images"][c]
+    chosen: dict[int, int] = {}
+    for pair in sorted(parts, key=lambda pair: (-parts[pair], pair)):
+        if len({*chosen, *pair}) <= MOST_DRAWN:
+            for c in pair:
+                chosen.setdefault(c, len(chosen))
+    similarity = np.zeros((len(chosen), len(chosen)))
+    for (c, j), part in parts.items():
+        if c in chosen and j in chosen:
+            similarity[chosen[c], chosen[j]] = part
+    classes = list(chosen)
+    return [classes[k] for k in confusable_order(similarity)]
 
 
 def _pictures(
     path: Path, data_root: str | None, y: np.ndarray, rows: Sequence[int]
-) -> tuple[dict[str, dict[str, str]], str]:
-    """Name and thumbnail of these rows of the run's evaluated split, and why there are none."""
+) -> tuple[dict[str, dict[str, str]], str, str]:
+    """Name and thumbnail of these rows of the run's evaluated split, why there are none, and what a row is: an image,
+    unless the dataset is a table or nothing is known about it."""
     config = read_config(path) if path.is_dir() else None
+    unit = "row" if config is None or re.search(r"\b(arff|npz):", config.data) else "image"
     if config is None or not rows:
-        return {}, ""
+        return {}, "", unit
     try:
         data = build.load_data(config.override({"device": "cpu"}), data_root)
         split = data.split(config.evaluate_on)
+        unit = "row" if isinstance(split.x, torch.Tensor) and split.x.ndim != 4 else "image"
         if not np.array_equal(split.y.numpy(), y):
             raise ValueError(f"{config.data} has other rows than the outputs")
-        if isinstance(split.x, torch.Tensor) and split.x.ndim != 4:
-            return {}, ""  # a table
+        if unit == "row":
+            return {}, "", unit
         in_memory, files = (split.x, split.files) if isinstance(split.x, torch.Tensor) else (None, split.x)
         found: dict[str, dict[str, str]] = {}
         size = 0
@@ -304,9 +333,9 @@ def _pictures(
                 told["src"] = _thumbnail(x)
                 size += len(told["src"])
             found[str(row)] = told
-        return found, ""
+        return found, "", unit
     except (ImportError, OSError, ValueError) as error:
-        return {}, first_line(error)
+        return {}, first_line(error), unit
 
 
 def _thumbnail(x: torch.Tensor) -> str:

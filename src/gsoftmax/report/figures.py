@@ -116,10 +116,12 @@ def figures(doc: Mapping[str, Any], *, c: int = 0) -> dict[str, Spec]:
         panels = [panel(spec, None, 260, 190) for spec in tuned.values()]
         found["sensitivity"] = compose(doc, [panels])
     if (doc.get("examples") or {}).get("confusion") and doc["examples"]["confusion"]["order"]:
-        panels = [
-            panel(specs.confusion(json.dumps(h), "-1"), h, 240, 240) for h in doc["examples"]["confusion"]["heads"]
-        ]
-        found["confusion"] = compose(doc, [panels])
+        names = [classes[k] for k in specs.order(doc)]
+        n, of = len(names), len(classes)
+        few, side = (None, 240) if n == of else (f"{n} most confused of {of:,} classes", max(240, 11 * n))
+        heads_ = doc["examples"]["confusion"]["heads"]
+        panels = [panel(specs.confusion(json.dumps(h), "-1", names=names), h, side, side) for h in heads_]
+        found["confusion"] = compose(doc, [panels], few)
     if doc["calibration"]:
         found["calibration"] = compose(doc, [[panel(specs.calibration(), None, 250, 250)]])
     if views := doc.get("features"):

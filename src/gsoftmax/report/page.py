@@ -51,10 +51,13 @@ def render(doc: Document) -> str:
     rest.append(tables.intervals(small))
     shown, headline = small["examples"], measures.headline(doc["multilabel"])
     found = words.findings(doc)
+    word = words.unit(doc)
     return _fill(
         "report.html",
         doc=small,
-        word="head" if doc["kind"] == "compare" else "model",
+        word=word,
+        figures_title=words.figures_title(doc),
+        meanings=words.meanings(doc),
         colours=paint,
         about=words.about(doc),
         findings=found,
@@ -81,7 +84,8 @@ def render(doc: Document) -> str:
         has_learned=any("learned" in g for g in doc["geometry"]),
         has_margin=any(head.partition("(")[0] == "lsoftmax" for head in doc["heads"]),
         has_confusion=bool(shown and shown["confusion"]),
-        has_matrix=bool(shown and shown["confusion"] and shown["confusion"]["order"]),
+        drawn=len(specs.order(small)),  # classes of the confusion matrix
+        total=len(doc["classes"]),
         shown=shown and gallery.view(small),
         fewest=specs.FEWEST,
         curve_keys=list(dict.fromkeys(k for c in doc["curves"] for k in c if k not in ("head", "seed", "epoch"))),
@@ -106,8 +110,9 @@ def trim(doc: Document) -> Document:
     rows, parts = doc["geometry"], len(doc["heads"]) * len(doc["splits"])
     most = min(_MOST_CLASSES, max(1, 2 * _MOST_ROWS // parts))
     if len(doc["classes"]) > most:
-        count = rows[0]["count"]
+        count = rows[0]["count"] if rows else [0] * len(doc["classes"])
         keep = sorted(sorted(range(len(count)), key=lambda c: -count[c])[:most])
+        which = f"the {most:,} classes with the most images" if rows else f"the first {most:,} classes"
         place = {c: i for i, c in enumerate(keep)}
         small["classes"] = [doc["classes"][c] for c in keep]
         small["geometry"] = rows = [some_classes(row, keep) for row in rows]
@@ -115,10 +120,7 @@ def trim(doc: Document) -> Document:
         small["points"] = [some_points(run, place) for run in doc["points"]]
         small["examples"] = some_examples(doc["examples"], place)
         small["correlations"] = None
-        small["notes"].append(
-            f"this page shows the {most:,} classes with the most images of {len(doc['classes']):,}; tables "
-            "written beside it have all"
-        )
+        small["notes"].append(f"this page shows {which} of {len(doc['classes']):,}; tables written beside it have all")
     if len(small["classes"]) > _MOST_EXACT:
         small["geometry"] = [_rounded(row) for row in small["geometry"]]
     seeds, each = list(doc["seeds"]), max(1, len(small["classes"]) * parts)

@@ -3,8 +3,8 @@
 A spec names the part of the document that it draws (`data.name`) and selects its rows by parameters: `doc` (classes,
 heads, colours, seeds, metrics, titles, scales and directions of measures, confusable order of the classes), `sides`
 (what own outputs and impostors are called) and the choices `cls`, `head` and `seed` (null for all), `split`, `metric`,
-`curve` and `panel` (head of the panel).  The page sets them from its controls; `figures.py` writes constants in their
-place.
+`curve`, `panel` (head of the panel) and `paper` (its colour).  The page sets them from its controls; `figures.py`
+writes constants in their place.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ SHOWN = 20  # classes that the bars of a file show
 MOST_COLOURS = 20  # classes with a colour each
 FEWEST = 10  # images of a bin of the reliability diagram
 _NUMBERED = 12  # classes whose confusion matrix has numbers
+_LEAST_CELL = 26  # pixels of a cell that has room for one
+_MIDDLE = 0.179  # luminance on which black and white have the same contrast, 4.58 to 1
 _LINE = "#888888A0"
 _CROSS = "M-.8,-.8L.8,.8M.8,-.8L-.8,.8"  # two thin strokes
 _FEW = {"tickCount": 6}
@@ -67,12 +69,12 @@ def for_page(doc: Mapping[str, Any]) -> dict[str, Spec]:
     heads = doc["heads"]
     each = len(heads) - 1
     made = {
-        "forest": (forest(), 60 + 44 * each),
-        "relative": (relative(), 50 + (10 + 7 * each) * len(doc["metrics"])),
+        "forest": (forest(brief=True), 60 + 44 * each),
+        "relative": (relative(brief=True), 50 + (10 + 7 * each) * len(doc["metrics"])),
         "scatter": (scatter(), 220),
         "gaussians": (gaussians(), 260),
         "learned": (learned(), 340),
-        "confusion": (confusion(numbers=len(doc["classes"]) <= _NUMBERED), 90 + min(270, 34 * len(doc["classes"]))),
+        "confusion": confusion_for_page(doc),
         "curves": (curves(), 260),
         "seeds": (seeds(), 240),
         "differences": (differences(), 240),
@@ -80,15 +82,38 @@ def for_page(doc: Mapping[str, Any]) -> dict[str, Spec]:
         **{f"tuning-{key}": (spec, 240) for key, spec in sensitivities(doc).items()},
         **{f"features-{k}": (features(row, doc["classes"]), 340) for k, row in enumerate(doc.get("features", []))},
     }
-    return {name: _fill_container(spec, height, heads) for name, (spec, height) in made.items()}
+    drawn = {name: _fill_container(spec, height, heads) for name, (spec, height) in made.items()}
+    return drawn if doc["kind"] == "compare" else {name: _of_models(spec) for name, spec in drawn.items()}
+
+
+def _of_models(part: Any) -> Any:
+    """A spec, or a part of it, whose tooltips name models and no seeds."""
+    if isinstance(part, list):
+        seeds = ("seed", "seeds", "sd")
+        return [_of_models(v) for v in part if not (isinstance(v, dict) and v.get("field") in seeds and "title" in v)]
+    if not isinstance(part, dict):
+        return part
+    return {k: "model" if (k, v) == ("title", "head") else _of_models(v) for k, v in part.items()}
+
+
+def confusion_for_page(doc: Mapping[str, Any]) -> tuple[Spec, int]:
+    """`confusion` for the classes of a document, and its height."""
+    names = [doc["classes"][c] for c in order(doc)]
+    n = len(names)
+    return confusion(names=names, numbers=n <= _NUMBERED), 90 + min(34 * n, max(270, min(12 * n, 480)))
+
+
+def order(doc: Mapping[str, Any]) -> list[int]:
+    """The classes of the confusion matrix."""
+    found: list[int] = ((doc.get("examples") or {}).get("confusion") or {}).get("order") or []
+    return found
 
 
 def parameters(doc: Mapping[str, Any], **choice: Any) -> dict[str, Any]:
     """The parameters of a document, and the choices `cls`, `head`, `seed` and `split` where files keep the default."""
     known = {key: doc[key] for key in ("classes", "heads", "seeds", "metrics")}
     known["colours"] = list(colours(doc["heads"]).values())
-    found = (doc.get("examples") or {}).get("confusion") or {}
-    known |= {"order": list(doc["metrics"]), "confusable": found.get("order") or []}
+    known |= {"order": list(doc["metrics"]), "confusable": order(doc)}
     keys = [*doc["metrics"], *doc["measures"], *(key for run in doc["curves"] for key in run)]
     known["titles"] = {key: title_of(key) for key in keys}
     known["scales"] = {key: measures.find(key).scale for key in doc["measures"]}
@@ -96,7 +121,8 @@ def parameters(doc: Mapping[str, Any], **choice: Any) -> dict[str, Any]:
     known["differences"] = {key: m.difference for key, m in shown.items()}
     known["arrows"] = {key: f"{m.title} {'↓' if m.smaller_is_better else '↑'}" for key, m in shown.items()}
     sides = ["with the label", "without the label"] if doc["multilabel"] else ["own output", "impostors"]
-    return {"doc": known, "sides": sides, "cls": 0, "head": None, "seed": None, "split": "test", **choice}
+    own = {"cls": 0, "head": None, "seed": None, "split": "test", "paper": "white"}
+    return {"doc": known, "sides": sides, **own, **choice}
 
 
 def title_of(key: str) -> str:
@@ -119,20 +145,27 @@ def sources(doc: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def forest(metric: str = "metric") -> Spec:
-    """The difference of every head from the first: rings for the seeds, the mean, and its 95 % interval."""
-    title = {"expr": f"'difference from ' + doc.heads[0] + ': ' + doc.differences[{metric}]"}
+def forest(metric: str = "metric", *, brief: bool = False) -> Spec:
+    """The difference of every head from the first: rings for the seeds, the mean, and its 95 % interval.
+
+    brief: whether the first head is named elsewhere, not in the title of the axis
+    """
+    title = {"expr": ("" if brief else "'difference from ' + doc.heads[0] + ': ' + ") + f"doc.differences[{metric}]"}
     return _differences(metric, "x", title, {**_HEADS, "title": None, "axis": {"labelLimit": 170}})
 
 
 def differences(metric: str = "metric") -> Spec:
     """The same from bottom to top."""
-    return _differences(metric, "y", {"expr": f"doc.differences[{metric}] + ', minus ' + doc.heads[0]"}, _HEADS)
+    return _differences(metric, "y", {"expr": f"doc.differences[{metric}]"}, _HEADS)
 
 
-def relative() -> Spec:
-    """The differences of all measures from the first head's mean, in percent of it, with their 95 % intervals."""
-    x = _q("value", None, axis={**_FEW, "title": {"expr": "'difference, % of the mean of ' + doc.heads[0]"}})
+def relative(*, brief: bool = False) -> Spec:
+    """The differences of all measures from the first head's mean, in percent of it, with their 95 % intervals.
+
+    brief: as in `forest`
+    """
+    title = "difference, %" if brief else {"expr": "'difference, % of the mean of ' + doc.heads[0]"}
+    x = _q("value", None, axis={**_FEW, "title": title})
     y = {"field": "label", "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 130}}
     wide = [_text("label", "measure"), _text("head"), *(_number(k, t) for k, t in _ENDS.items())]
     place = {"y": y, "yOffset": _HEADS, "color": _COLOUR, "tooltip": [*wide, _number("p", "p after correction")]}
@@ -310,17 +343,21 @@ def learned(panel: str = "head", chosen: str = "cls") -> Spec:
     )
 
 
-def confusion(panel: str = "panel", chosen: str = "cls", *, numbers: bool = False) -> Spec:
+def confusion(panel: str = "panel", chosen: str = "cls", *, names: Sequence[str] = (), numbers: bool = False) -> Spec:
     """What the images of every class are taken for, by one head: percent of the class, over all seeds or of one.
 
-    numbers: whether they are written in the cells
+    names: of the classes in the matrix
+    numbers: whether they are written in the cells that have room for them
     """
-    names = {"labelExpr": "doc.classes[doc.confusable[datum.value]]", "labelOverlap": True, "labelLimit": 110}
-    axis = {**names, "ticks": False, "domain": False}
+    flat = len(names) * (7 * max(map(len, names), default=0) + 6) <= 280  # pixels of the narrowest matrix
+    labels = {"labelExpr": "doc.classes[doc.confusable[datum.value]]", "labelOverlap": True, "labelLimit": 110}
+    labels |= {"labelFontSize": 10} if len(names) > 20 else {}
+    axis = {**labels, "ticks": False, "domain": False}
     domain = {"domain": {"expr": "sequence(length(doc.confusable))"}, "padding": 0.06}
     y = {"field": "row", "type": "ordinal", "title": "class", "axis": axis, "scale": domain}
-    x = {**y, "field": "column", "title": "predicted class", "axis": {**axis, "labelAngle": -90}}
-    colour = {"expr": f"doc.colours[indexof(doc.heads, {panel})]"}
+    x = {**y, "field": "column", "title": "predicted class", "axis": {**axis, "labelAngle": 0 if flat else -90}}
+    paint = f"doc.colours[indexof(doc.heads, {panel})]"
+    colour = {"expr": paint}
     cells = {
         "x": x,
         "y": y,
@@ -344,17 +381,26 @@ def confusion(panel: str = "panel", chosen: str = "cls", *, numbers: bool = Fals
         _calc(c="datum.wrong[0]", j="datum.wrong[1]", n="datum.wrong[datum.place]"),
         "datum.n > 0 && (seed === null || datum.place > 2)",
         _calc(row="indexof(doc.confusable, datum.c)", column="indexof(doc.confusable, datum.j)"),
+        "datum.row >= 0 && datum.column >= 0",
         _calc(all="datum.images[datum.c] / (seed === null ? 1 : length(datum.seeds))", name="doc.classes[datum.c]"),
         _calc(share="100 * datum.n / datum.all", **{"as": "doc.classes[datum.j]"}),
     )
     mine = f"datum.head === {panel}"
     most = _layer(
-        {"type": "point", "size": 0},
+        {"type": "point", "filled": True, "color": "#888888", "size": 0},  # as in the legend
         {"opacity": cells["opacity"]},
         counted,
         {"aggregate": [{"op": "max", "field": "share", "as": "share"}]},
     )
-    written = {"x": x, "y": y, "text": {"field": "share", "type": "quantitative", "format": ".1f"}}
+    strength = "scale('opacity', datum.share)"
+    mixed = ", ".join(f"{strength} * rgb({paint}).{c} + (1 - {strength}) * rgb(paper).{c}" for c in "rgb")
+    written = {
+        "x": x,
+        "y": y,
+        "text": {"field": "share", "type": "quantitative", "format": ".1f"},
+        "color": {"condition": {"test": f"luminance(rgb({mixed})) > {_MIDDLE}", "value": "black"}, "value": "white"},
+        "opacity": {"condition": {"test": f"bandwidth('x') < {_LEAST_CELL}", "value": 0}, "value": 1},
+    }
     return _figure(
         "confusion",
         [],
@@ -641,7 +687,9 @@ def _seeds(each: list[Spec], row: str, title: str | Spec | None, along: str = "y
 
 def _fill_container(spec: Spec, height: int, heads: Sequence[str] = ()) -> Spec:
     """The spec at the width of its container; the page has its own legend."""
-    page = {"background": "transparent", "legend": {"disable": True}, "axisXDiscrete": {"labelAngle": 0}}
+    legend = {"disable": True, "labelColor": "currentColor", "titleColor": "currentColor"}
+    room = {"left": 5, "top": 5, "bottom": 5, "right": 16}  # for half of a number at the end of an axis
+    page: Spec = {"background": "transparent", "legend": legend, "axisXDiscrete": {"labelAngle": 0}, "padding": room}
     style = config(heads, "currentColor", "system-ui, sans-serif", **page)
     fit = {"type": "fit-x", "contains": "padding"}
     return {**spec, "width": "container", "height": height, "autosize": fit, "config": style}

@@ -11,6 +11,7 @@ import numpy as np
 from .. import measures, significance
 from ..summary import PAIRED, differences, means, over_images_tables, paired_cells, tuning_tables
 from ..tables import Cell, Shown, Table, p_value
+from .words import unit
 
 _MOST_CONFUSIONS = 500
 
@@ -74,7 +75,7 @@ def normality(doc: Mapping[str, Any]) -> Table:
     """The paper's assumption: whether x of each class is Gaussian, and its range."""
     own, other = ("with label", "without") if doc["multilabel"] else ("own", "impostor")
     ranges = (f"{side} {end}" for side in (own, other) for end in ("min", "max"))
-    header = ("class", "head", "images", "skewness", "excess kurtosis", "p", "p, Holm", *ranges)
+    header = ("class", unit(doc), "images", "skewness", "excess kurtosis", "p", "p, Holm", *ranges)
     found, rows = doc.get("normality", []), []
     for c, name in enumerate(doc["classes"]):
         for row in found:
@@ -118,7 +119,7 @@ def classes(doc: Mapping[str, Any]) -> Table:
     """Every class: the measures of every head, averaged over seeds, for every split."""
     shown = doc["measures"]
     several = len(doc["splits"]) > 1
-    header = ("class", *(["split"] if several else []), "head", "images", *(measures.find(m).title for m in shown))
+    header = ("class", *(["split"] if several else []), unit(doc), "images", *(measures.find(m).title for m in shown))
     groups: dict[tuple[str, str], list[Any]] = {(s, h): [] for s in doc["splits"] for h in doc["heads"]}
     for g in doc["geometry"]:
         groups[g["split"], g["head"]].append(g)
@@ -143,7 +144,8 @@ def intervals(doc: Mapping[str, Any]) -> Table | None:
         for c, name in enumerate(doc["classes"])
         for g in found
     )
-    header = ("class", "head", "images", *(cell for m in shown for cell in (measures.find(m).title, "95 % from", "to")))
+    ends = (cell for m in shown for cell in (measures.find(m).title, "95 % from", "to"))
+    header = ("class", unit(doc), "images", *ends)
     note = "Over the images of the class: Wilson's interval of the accuracy, BCa bootstrap of the others."
     return Table("Intervals of every class", header, rows, note)
 

@@ -3,9 +3,10 @@ const specs = JSON.parse(document.getElementById("specs").textContent);
 const views = {}; // figures that are drawn, by name
 
 // Draws one figure into its container, which has the description: what is inside is hidden from screen readers.
-async function draw(name, container, spec) {
+// patch: changes the spec of Vega that Vega-Lite makes
+async function draw(name, container, spec, patch = []) {
   const errorsOnly = 1;
-  const options = { mode: "vega-lite", renderer: "svg", actions: false, logLevel: errorsOnly };
+  const options = { mode: "vega-lite", renderer: "svg", actions: false, logLevel: errorsOnly, patch };
   const inside = container.appendChild(document.createElement("div"));
   inside.setAttribute("aria-hidden", "true");
   const result = await vegaEmbed(inside, structuredClone(spec), options);

@@ -4,7 +4,10 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const element = (id) => document.getElementById(id);
   const value = (id) => element(id)?.value ?? "";
+  const paperColour = () => getComputedStyle(document.body).backgroundColor;
+  let paper = paperColour();
   const choice = () => ({
+    paper,
     cls: Number(value("class")),
     head: value("head") || null,
     seed: value("seed") === "" ? null : Number(value("seed")),
@@ -59,6 +62,7 @@
   function numbers() {
     const { cls: c, seed, split } = choice(), table = element("numbers"), rows = [];
     for (const place of document.querySelectorAll("span.chosen")) place.textContent = data.classes[c];
+    if (!table) return;
     table.tBodies[0].replaceChildren();
     for (const head of heads()) {
       const runs = data.geometry.filter((g) => g.head === head && g.split === split && (seed === null || g.seed === seed));
@@ -93,9 +97,9 @@
 
   // The table of the chosen class, and that of all.
   function confused() {
-    if (!element("confused")) return;
+    if (!element("frequent")) return;
     const { cls, seed } = choice(), most = 4, frequent = 20, all = confusions();
-    const told = data.seeds.length === 1 ? "of the only seed" : seed === null ? "over all seeds" : `seed ${seed}`;
+    const told = data.seeds.length === 1 ? "" : seed === null ? ", over all seeds" : `, seed ${seed}`;
     for (const place of document.querySelectorAll("span.seeds")) place.textContent = told;
     const fill = (table, rows) => {
       const top = document.createElement("tr");
@@ -106,7 +110,7 @@
       if (!rows.length) line(table, ["nothing"], heads().map(() => "–"));
     };
     const away = all.filter((e) => e.c === cls).slice(0, most), here = all.filter((e) => e.j === cls).slice(0, most);
-    fill(element("confused"), [
+    if (element("confused")) fill(element("confused"), [
       ...away.map(({ j, by }) => [["taken for ", pick(j)], by]),
       ...here.map(({ c, by }) => [[pick(c), ` taken for ${data.classes[cls]}`], by]),
     ]);
@@ -122,7 +126,7 @@
       ...shown.slice(data.heads.length > 1 ? 0 : 1).filter((h) => h !== word).map((h) => [`change ${h}`, `size of change, ${h}`]),
       ...shown.map((h) => [`value ${h}`, h]),
       ["name", "name"], ["count", "images"], ["place", "order of the data"],
-      ...(specs.parameters.doc.confusable.length ? [["near", "confusable neighbours"]] : []),
+      ...(specs.parameters.doc.confusable.length === data.classes.length ? [["near", "confusable neighbours"]] : []),
     ];
   }
 
@@ -140,9 +144,17 @@
       });
     }
     const all = shown.flatMap((h) => by[h]).filter((v) => v.mean !== null);
-    const ends = all.flatMap(({ mean: m, sd }) => [m - (sd ?? 0), m + (sd ?? 0)]);
-    let low = ends.reduce((a, b) => Math.min(a, b), Infinity), high = ends.reduce((a, b) => Math.max(a, b), -Infinity);
+    const ends = all.flatMap(({ mean: m, sd }) => [m - (sd ?? 0), m + (sd ?? 0)]).sort((a, b) => a - b);
+    let low = ends[0] ?? 0, high = ends.at(-1) ?? 0;
     if (measure === "accuracy" || measure === "AP") [low, high] = [Math.max(low, 0), Math.min(high, scales[measure])];
+    else if (all.length >= 20) {
+      // Few values do not take most of the axis: it ends where 98 % of them do, if that at least doubles the scale.
+      const most = ends[Math.floor(0.98 * (ends.length - 1))], least = ends[Math.ceil(0.02 * (ends.length - 1))];
+      if (high - low > 2 * (most - low)) high = most;
+      if (high - low > 2 * (high - least)) low = least;
+    }
+    const cut = [all.some((v) => v.mean < low), all.some((v) => v.mean > high)];
+    element("clipped").textContent = cut[0] || cut[1] ? `${cut[0] ? "◀" : ""}${cut[1] ? "▶" : ""}: beyond the axis, which ends where 98 % of the values do.` : "";
     if (low > 0 && low < high / 2) low = 0;
     const at = (v) => `${(100 * (Math.min(Math.max(v, low), high) - low)) / (high - low || 1)}%`;
     const digits = high >= 100 ? 1 : decimals([low, high]);
@@ -160,7 +172,8 @@
     };
     column("name", "class", "name");
     const axis = make("th", "", { scope: "col", className: "plot" }), span = make("div", "", { className: "ends" });
-    span.append(make("span", fixed(low, digits)), make("span", specs.parameters.doc.titles[measure]), make("span", fixed(high, digits)));
+    const [left, right] = [`${cut[0] ? "◀ " : ""}${fixed(low, digits)}`, `${fixed(high, digits)}${cut[1] ? " ▶" : ""}`];
+    span.append(make("span", left), make("span", specs.parameters.doc.titles[measure]), make("span", right));
     axis.append(span);
     row.append(axis);
     shown.forEach((h) => column(`value ${h}`, h, "wide"));
@@ -186,7 +199,11 @@
         if (m === null) return;
         if (low === 0) drawing.append(shape("line", { x1: 0, x2: at(m), y1: y, y2: y, stroke: paint, "stroke-width": 4, opacity: 0.35 }));
         if (sd) drawing.append(shape("line", { x1: at(m - sd), x2: at(m + sd), y1: y, y2: y, stroke: paint, "stroke-width": 1.2 }));
-        drawing.append(shape("circle", { cx: at(m), cy: y, r: 3, fill: paint }));
+        if (m >= low && m <= high) drawing.append(shape("circle", { cx: at(m), cy: y, r: 3, fill: paint }));
+        else {
+          const place = drawing.appendChild(shape("svg", { x: at(m), y, overflow: "visible" })), out = m > high ? 1 : -1;
+          place.append(shape("path", { d: `M${-3 * out},-4L${4 * out},0L${-3 * out},4Z`, fill: paint }));
+        }
       });
       plot.append(drawing);
       row.append(title, plot);
@@ -199,7 +216,7 @@
     const changeOf = (h, c) => (by[h][c].mean === null || by[first][c].mean === null ? null : by[h][c].mean - by[first][c].mean);
     order.height = Math.max(height, 26) + 1;
     order.rows = data.classes.map((name, c) => {
-      const sort = { name, place: c, count: count[c], near: near.get(c) ?? 0 };
+      const sort = { name, place: c, count: count[c], near: near.get(c) };
       for (const h of shown) sort[`value ${h}`] = by[h][c].mean;
       for (const h of changed) sort[`change ${h}`] = changeOf(h, c);
       let row;
@@ -235,7 +252,8 @@
   // Puts the rows near those in sight into the table, between two empty rows as high as the rest.
   function lay() {
     const { shown, height } = order, box = element("every-scroll"), beyond = 20;
-    const from = Math.max(0, beyond * Math.floor(box.scrollTop / height / beyond) - beyond);
+    const top = Math.min(box.scrollTop, shown.length * height); // the box may still be scrolled for more rows
+    const from = Math.max(0, beyond * Math.floor(top / height / beyond) - beyond);
     if (from === order.from) return;
     order.from = from;
     const to = Math.min(shown.length, from + Math.ceil(box.clientHeight / height) + 3 * beyond), { cls } = choice();
@@ -256,6 +274,7 @@
   // Brings the chosen class into sight within its table.
   function reveal() {
     const box = element("every-scroll"), { cls } = choice(), head = 40;
+    if (!box) return;
     const top = order.height * order.shown.findIndex((e) => e.c === cls);
     if (top >= 0 && (top < box.scrollTop || top + order.height + head > box.scrollTop + box.clientHeight)) {
       lay(); // as high as all rows, or there is nothing to scroll
@@ -291,10 +310,24 @@
   const sources = { ...data, ...specs.sources };
   const rowsOf = (name) => (name === "points" ? pointsOf(choice().cls) : sources[name].map((row) => ({ ...row })));
 
-  async function first({ head, key, container, spec, fixed }) {
+  // Names beside marks, moved or left out so that none is on another or on a mark.
+  function placeNames(vega) {
+    const names = vega.marks.filter((mark) => mark.type === "text"), others = vega.marks.map((mark) => mark.name);
+    const beside = others.filter((name, k) => vega.marks[k].type === "symbol").slice(1); // not the points
+    const anchor = ["top", "bottom", "right", "left", "top-right", "top-left", "bottom-right", "bottom-left"];
+    for (const mark of names) {
+      delete mark.encode.update.dy;
+      mark.clip = true; // a name without a place counts as at 0, 0
+      mark.transform = [{ type: "label", size: { signal: "[width, height]" }, anchor, offset: [8], avoidMarks: beside }];
+    }
+    return vega;
+  }
+
+  async function first({ name: figure, head, key, container, spec, fixed }) {
     const name = spec.data.name, parameters = { ...specs.parameters, ...choice(), ...fixed };
     const params = Object.entries(parameters).map(([k, v]) => ({ name: k, value: v }));
-    await draw(key, container, { ...spec, params, datasets: { [name]: rowsOf(name) } });
+    const patch = figure.startsWith("features-") ? placeNames : [];
+    await draw(key, container, { ...spec, params, datasets: { [name]: rowsOf(name) } }, patch);
     views[key].addEventListener("click", (_, item) => clicked(item?.datum));
   }
 
@@ -334,6 +367,12 @@
   }
 
   for (const chart of charts) await first(chart);
+  for (const media of ["(prefers-color-scheme: dark)", "print"]) {
+    matchMedia(media).addEventListener("change", () => {
+      paper = paperColour();
+      update({ target: {} });
+    });
+  }
   if (element("class")) {
     numbers();
     confused();
