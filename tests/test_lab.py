@@ -813,5 +813,7 @@ def test_runs_of_different_data_are_not_put_side_by_side(tmp_path):
             data=f"npz:{tmp_path / 'table.npz'}", head=head, epochs=1, batch_size=20, threads=1, device="cpu"
         )
         train.train(config, tmp_path / head)
+        for cached in (build.read_cached, build.load_cached, build._fingerprint):
+            cached.cache_clear()  # as in another process
     with pytest.raises(ValueError, match="were trained on different data"):
         report.from_runs([tmp_path / "softmax", tmp_path / "gsoftmax"])
