@@ -152,6 +152,7 @@ class Program:
 def _be_a_program(call, args, cwd, environment, printed) -> None:
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which the tests ignore if they run in the background
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which they ignore under nohup
     os.chdir(cwd)
     os.environ.clear()  # the environment of the first test that started a process
     os.environ |= environment
