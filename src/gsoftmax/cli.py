@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(f"stopped {stopped}".rstrip() + args.hint)
         return 128 + getattr(stopped, "signal_number", signal.SIGINT)
     except BrokenPipeError:  # the reader of the output, such as `head`, has seen enough
-        _discard_output()
+        progress.discard(sys.stdout)
     except _Incomplete as error:
         _say(str(error))
         return 1
@@ -119,26 +119,19 @@ def _open_streams() -> None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8"))
 
 
-def _discard_output() -> None:
-    """Sends what is still printed nowhere."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def _tell(line: str) -> None:
     """One line on standard output, at once; work goes on where nobody reads it."""
     try:
         print(line, flush=True)
     except BrokenPipeError:
-        _discard_output()
+        progress.discard(sys.stdout)
 
 
 def _say(text: str) -> None:
     """One line on standard error."""
     if _is_rank0():
-        with contextlib.suppress(OSError):
-            _clear()
-            print(f"gsoftmax: {text}", file=sys.stderr, flush=True)
+        _clear()
+        progress.show(f"gsoftmax: {text}\n", sys.stderr)
 
 
 def _is_rank0() -> bool:
@@ -163,7 +156,7 @@ def _ticker() -> Callable[[str], None] | None:
     """Shows progress on one line of a terminal; None where there is no terminal."""
     if not sys.stderr.isatty():
         return None
-    return lambda text: print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+    return lambda text: progress.show(f"\r\x1b[K{text}", sys.stderr)
 
 
 def _clear() -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import shutil
 import threading
 import time
@@ -28,7 +29,7 @@ from typing import Any, TextIO
 
 from .messages import plural
 
-__all__ = ["Event", "Json", "Lines", "Live", "text", "told_late"]
+__all__ = ["Event", "Json", "Lines", "Live", "discard", "show", "text", "told_late"]
 
 Event = dict[str, Any]
 OFTEN = 0.1  # seconds between two drawings on a terminal
@@ -75,6 +76,26 @@ def _together(event: Event) -> str:
     return ", ".join(filter(None, (f"{event['finished']} of {event['runs']} runs finished", _about(event))))
 
 
+def show(words: str, stream: TextIO) -> None:
+    """Writes at once.  Where a pipe is closed or a terminal is gone, nothing more is written, and work goes on.
+
+    words, stream: what is shown, with its line feeds, and where
+    """
+    try:
+        print(end=words, file=stream, flush=True)
+    except OSError:
+        discard(stream)
+
+
+def discard(stream: TextIO) -> None:
+    """Sends what is still written to a stream nowhere.
+
+    stream: of a file
+    """
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 class Live:
     """Shows the running runs on a terminal, a line each, and the finished ones above.
 
@@ -111,7 +132,7 @@ class Live:
         columns = shutil.get_terminal_size().columns - 1
         lines = [line[:columns] for line in (*self._running.values(), self._below) if line]
         erase = f"\x1b[{self._height}A\x1b[J" if self._height else ""
-        print(end=erase + "".join(f"{line}\n" for line in (above, *lines) if line), file=self._stream, flush=True)
+        show(erase + "".join(f"{line}\n" for line in (above, *lines) if line), self._stream)
         self._height, self._last = len(lines), time.monotonic()
 
 
@@ -132,7 +153,7 @@ class Lines:
         line = text(event)
         if event["event"] == "step" and "finished" in event:
             line += f"  ({_together(event)})"
-        print(line, file=self._stream, flush=True)
+        show(f"{line}\n", self._stream)
         self._last = time.monotonic()
         self._pauses |= {"start": math.inf, "step": SOME_STEPS}
 
