@@ -100,13 +100,12 @@ class RunFolder:
         done = 0 if state is None else state["epoch"]
         rows = [row for row in read_rows(self.path) if "final" not in row and row["epoch"] <= done]
         atomic_write(self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-        try:
-            from torch.utils.tensorboard import SummaryWriter
+        if str(self.path).encode("utf-8", "replace") == os.fsencode(self.path):  # which TensorBoard takes for granted
+            with suppress(ImportError):
+                from torch.utils.tensorboard import SummaryWriter
 
-            purged = None if state is None else done + 1
-            self._boards.append(SummaryWriter(str(self.path / "tensorboard"), purge_step=purged))
-        except (ImportError, UnicodeEncodeError):  # a name that the locale cannot decode, which TensorBoard refuses
-            pass
+                purged = None if state is None else done + 1
+                self._boards.append(SummaryWriter(str(self.path / "tensorboard"), purge_step=purged))
         if self._config.logger == "wandb":
             self._boards.append(wandb.open_run(self.path, self._config))
         for board in self._boards:
