@@ -10,7 +10,7 @@ from typing import Any
 
 from .. import tables as table_room
 from ..analyze import compare_models
-from ..files import make_folder
+from ..files import make_folder, refuse_link
 from ..tables import Table
 from . import figures as figure_room
 from . import page
@@ -80,6 +80,7 @@ def write(
         some = ", ".join(doc["classes"][:10])
         raise ValueError(f"class {name!r} is not among the {len(doc['classes'])} classes: {some} ...")
     out, made = Path(out), of_document(doc)
+    refuse_link(out / "tables", out / "figures")  # before anything is written
     paths = [page.write(doc, out)]
     if tables:
         paths += table_room.write(made, out, tables, csv_tables=[summary_by_seed(doc), *made[1:]])
