@@ -87,13 +87,16 @@ class Program:
     """A gsoftmax command, forked, in a session of its own."""
 
     def __init__(self, argv: list[str], said: Path, report: bool = True) -> None:
+        reader, busy = os.pipe()
+        self.busy = os.fdopen(reader, "rb", 0)  # closed with this object
         self.pid = os.fork()
         if self.pid:
+            os.close(busy)  # so that reading ends with the process
             return
         os.setsid()
         for number in SIGNALS.values():
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-        signal.signal(signal.SIGUSR1, lambda *_: hashlib.pbkdf2_hmac("sha256", b"", b"", CALL))
+        signal.signal(signal.SIGUSR1, lambda *_: os.write(busy, b".") and hashlib.pbkdf2_hmac("sha256", b"", b"", CALL))
         with open(said, "wb", 0) as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
@@ -115,6 +118,8 @@ class Program:
         for pid in workers or [self.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP if workers else signal.SIGUSR1)
+        if not workers:
+            self.busy.read(1)  # of two signals that wait, Python handles SIGINT first
 
     def workers(self) -> list[int]:
         with contextlib.suppress(FileNotFoundError):
