@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from gsoftmax import GaussianLogits, GSoftmaxHead, GSoftmaxLoss, MultiLabelGSoftmaxLoss, functional, kernels
+from gsoftmax import GaussianLogits, GSoftmaxHead, GSoftmaxLoss, MultiLabelGSoftmaxLoss, equations, functional, kernels
 from gsoftmax.checks import MULTILABEL_FORMS, LabelOptions
 from gsoftmax.kernels import linear, native
 from gsoftmax.kernels.autograd import LabelLoss, apply
@@ -23,7 +24,7 @@ INF = math.inf
 LAM = 1.3
 
 if INSIDE:
-    from gsoftmax.kernels import triton_terms
+    from gsoftmax.kernels import launching, triton_terms
     from gsoftmax.kernels.launching import Plan
 
     # Tiles that cut even small tables in several, with something left over in both directions.
@@ -278,6 +279,8 @@ def test_types_and_layouts_of_labels(compiled: None, form: str, reduction: str) 
     known = options._replace(ignore_index=2)
     for dtype in (torch.uint8, torch.bool):
         hold_labels(native, x, labels_like(9, 45).to(dtype), mu, sigma, known)
+    for ignored in (1, 256, -255):
+        hold_labels(native, x, labels_like(9, 45).bool(), mu, sigma, options._replace(ignore_index=ignored))
     soft = torch.rand(9, 45, generator=torch.Generator().manual_seed(1))
     hold_labels(native, x, soft, mu, sigma, known)
 
@@ -561,6 +564,14 @@ def test_p_has_the_dtype_of_softmax() -> None:
     assert half.grad.dtype is torch.float16 and half.grad.isfinite().all()
 
 
+def test_p_under_autocast_takes_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    need_native()
+    x, mu, sigma = example(4, 9)
+    monkeypatch.setattr(equations, "probabilities", None)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        close(functional.gsoftmax(x.bfloat16(), mu, sigma, LAM), exact_z(*leaves(x.bfloat16(), mu, sigma)).softmax(1))
+
+
 def test_float16_gradients_survive_a_loss_scale() -> None:
     """A mean over many labels makes gradients that float16 has no room for until the scale has lifted them."""
     module, x = MultiLabelGSoftmaxLoss(300), random(512, 600).half().requires_grad_()
@@ -692,6 +703,8 @@ def check_types_and_layouts_of_labels(form):
     known = options._replace(ignore_index=2)
     for dtype in (torch.uint8, torch.bool):
         hold_labels(triton_terms, x, labels_like(9, 21).to(dtype), mu, sigma, known)
+    for ignored in (1, 256, -255):
+        hold_labels(triton_terms, x, labels_like(9, 21).bool(), mu, sigma, options._replace(ignore_index=ignored))
 
 
 @quiet
@@ -713,6 +726,27 @@ def check_extreme_labels(tiles, form):
 def check_a_mean_without_gradients_in_many_programs():
     x, mu, sigma = label_case(40, 300, "paired", True)
     hold_labels(triton_terms, x, labels_like(40, 300, unknown=True), mu, sigma, LabelOptions())
+
+
+@quiet
+def check_steps_of_softmax_are_kernels_of_their_own(monkeypatch):
+    """A compiled kernel is launched again by what its call remembers; the interpreter remembers none."""
+    ran = []
+
+    class Kernel:
+        def __getitem__(self, _):
+            def compile_and_launch(*arguments, **_):
+                step = next(v for v in arguments if isinstance(v, str))
+                ran.append(step)
+                return SimpleNamespace(run=lambda *_: ran.append(step), function=None, packed_metadata=None)
+
+            return compile_and_launch
+
+    monkeypatch.setattr(triton_terms, "_softmax_kernel", Kernel())
+    monkeypatch.setattr(launching, "_stream", lambda _: 0)
+    for _ in range(2):
+        triton_terms.probabilities(*example(3, 99), LAM, SMALL_TILES)
+    assert ran == ["parts", "spread"] * 2
 
 
 @quiet

@@ -147,8 +147,9 @@ def logits_backward(
 
 def probabilities(x: Tensor, mu: Tensor, sigma: Tensor, lam: float) -> Tensor:
     """softmax(z) in x's dtype; float32 for half precision under autocast."""
-    widened = x.dtype is not sigma.dtype and torch.is_autocast_enabled(x.device.type)
-    module = None if widened or lam == 0 else _terms(lam, (x, mu, sigma))
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(sigma.dtype)
+    module = None if lam == 0 else _terms(lam, (x, mu, sigma))
     if module is None:
         return equations.probabilities(x, mu, sigma, lam)
     return apply(Probabilities(lam, module.probabilities, module.logits_backward), x, mu, sigma)

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -635,8 +636,10 @@ def probabilities(x: Tensor, mu: Tensor, sigma: Tensor, lam: float, cut: Plan | 
     if call.tiles > 1:
         parts = torch.empty((2, call.size, call.tiles), dtype=torch.float32, device=x.device)
     for step in ("whole",) if parts is None else ("parts", "spread"):
+        # `launch` keeps one compiled kernel per call, and the steps are two.
+        of_step = replace(call, kernels=call.kernels.setdefault(step, {}))
         numbers = (*call.before, half, c0, step, *call.after)
-        launch(call, _softmax_kernel, call.programs, (flat, mu, sigma, parts, p), numbers, call.block.warps)
+        launch(of_step, _softmax_kernel, call.programs, (flat, mu, sigma, parts, p), numbers, call.block.warps)
     return _like(p, x)
 
 
@@ -661,8 +664,8 @@ def multilabel(
     out: where to write dx, which may be x itself
     """
     form, weight, pos_weight, ignore_index, reduction, smoothing = options
-    if target.dtype is torch.bool:
-        target = target.view(torch.uint8)
+    if target.dtype is torch.bool:  # which torch compares as integers: 256 is neither 0 nor 1
+        target, ignore_index = target.view(torch.uint8), ignore_index if ignore_index in (0, 1) else 2
     elif target.dtype not in _TARGETS:
         target = target.to(torch.float32)
     n, labels = target.shape
