@@ -564,6 +564,21 @@ def test_p_has_the_dtype_of_softmax() -> None:
     assert half.grad.dtype is torch.float16 and half.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_gradients_of_p_do_not_round_p(dtype: torch.dtype) -> None:
+    """Where p is nearly 1, dz is a small difference, which p in half precision would lose."""
+    x, mu, sigma = example(9, 30)
+    inputs = [v.requires_grad_() for v in ((2 * x).to(dtype), mu, sigma)]
+    exact = leaves(*inputs)
+    out, expected = functional.gsoftmax(*inputs, LAM), exact_z(*exact).softmax(1)
+    grad = random(9, 30, seed=4).to(dtype)
+    dx, dmu, dsigma = torch.autograd.grad(out, inputs, grad)
+    x64, mu64, sigma64 = torch.autograd.grad(expected, exact, grad.double())
+    close(dx, x64, 2**-8)
+    close(dmu, mu64, 1e-5)
+    close(dsigma, sigma64, 1e-5)
+
+
 def test_p_under_autocast_takes_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     need_native()
     x, mu, sigma = example(4, 9)

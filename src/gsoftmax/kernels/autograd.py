@@ -70,10 +70,10 @@ class Probabilities(Logits):
     """softmax(z) of the inputs x, mu and sigma; its backward pass computes it again."""
 
     def __call__(self, inputs: Sequence[Any], need: Sequence[bool], grad: Tensor | None = None) -> tuple[Any, ...]:
-        p = self.forward(*inputs, self.lam)
         if grad is None:
-            return p, None, None, None
-        p, grad = p.to(inputs[2].dtype), grad.to(inputs[2].dtype)
+            return self.forward(*inputs, self.lam), None, None, None
+        x, mu, sigma = inputs
+        p, grad = self.forward(x.to(sigma.dtype), mu, sigma, self.lam), grad.to(sigma.dtype)
         dz = p * (grad - (grad * p).sum(checks.class_dim(p), keepdim=True))
         return None, *self.backward(dz, *inputs, self.lam, need)
 
