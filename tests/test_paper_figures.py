@@ -48,6 +48,12 @@ def own_outputs(folder, row, c):
     return [o["x"].numpy()[o["y"].numpy() == c, c].astype(np.float64) for o in found]
 
 
+def other_outputs(folder, row, c):
+    """x_j of the images of class c, j not c."""
+    found = [load_file(folder / row / f"seed-{seed}" / "outputs.safetensors") for seed in range(2)]
+    return [np.delete(o["x"].numpy()[o["y"].numpy() == c], c, 1).astype(np.float64) for o in found]
+
+
 def cells(table):
     return {(line[0], head): cell for line in table.rows for head, cell in zip(table.header[1:], line[1:], strict=True)}
 
@@ -56,11 +62,12 @@ def test_figure_3_has_the_published_ranges_and_the_shape_of_x(folder, tmp_path):
     made, paths = paper.figure("figure3", folder, tmp_path, ["svg", "png"])
     assert [p.name for p in paths] == ["figure3.svg", "figure3.png"] and all(p.stat().st_size > 10_000 for p in paths)
     assert [t.title.partition(": ")[2] for t in made] == [
-        "x against p on the test set: airplane, cifar10",
-        "x against p on the test set: aquarium_fish, cifar100",
+        "x against p on the test set: airplane, CIFAR-10",
+        "x against p on the test set: aquarium_fish, CIFAR-100",
     ]
     found = cells(made[0])
     published = [found["x, max", f"{head}, published"].value for head in ("softmax", "lsoftmax", "gsoftmax")]
+    assert "of the first seed" in made[0].note
     assert published == [11, 24, 9] and "Not the paper's recipe" not in made[0].note
     x = own_outputs(folder, "wrn-cifar10-gsoftmax", 0)
     expected = {
@@ -71,6 +78,10 @@ def test_figure_3_has_the_published_ranges_and_the_shape_of_x(folder, tmp_path):
         "excess kurtosis": np.mean([scipy.stats.kurtosis(v) for v in x]),
         "p of normality": scipy.stats.normaltest(x[0]).pvalue,
     }
+    impostors = other_outputs(folder, "wrn-cifar10-gsoftmax", 0)
+    expected["impostors, min"] = np.mean([v.min() for v in impostors])
+    expected["impostors, max"] = np.mean([v.max() for v in impostors])
+    expected["impostors in [-5, 0], %"] = np.mean([100 * ((v >= -5) & (v <= 0)).mean() for v in impostors])
     for quantity, value in expected.items():
         assert found[quantity, "gsoftmax, ours"].value == pytest.approx(value, rel=1e-6)
 
@@ -82,7 +93,9 @@ def test_figures_4_and_8_have_the_published_geometry(folder, tmp_path):
     made = [load_file(folder / "coco-softmax" / f"seed-{seed}" / "outputs.safetensors") for seed in range(2)]
     spread = [o["x"].numpy()[:, 1].astype(float)[o["y"].numpy()[:, 1] == 1, 1].std() for o in made]
     assert cow["compactness", "softmax, ours"].value == pytest.approx(np.mean(1 / np.array(spread)), rel=1e-6)
-    (averages,) = map(cells, paper.figure("figure8", folder, tmp_path)[0])
+    (table,) = paper.figure("figure8", folder, tmp_path)[0]
+    assert "Means over 2 seeds (± standard deviation). The paper" in table.note  # there are no points
+    averages = cells(table)
     for measure, published in (("compactness", ["2.6", "2.8"]), ("separability", ["4.2", "4.5"])):
         assert [averages[measure, f"{h}, published"].text for h in ("softmax", "gsoftmax")] == published
 

@@ -708,9 +708,12 @@ def test_the_papers_tables_beside_our_runs(tmp_path):
     assert [len(t.rows) for t in found.values()] == [24, 8, 8, 6, 10, 6]
     row = next(r for r in found["Table 1"].rows if r[0] == "wrn-cifar100-gsoftmax")
     assert row == ("wrn-cifar100-gsoftmax", tables.Shown("17.41", 17.41), None, None, None, "")
+    row = next(r for r in found["Table 1"].rows if r[0] == "wrn1100-cifar100-softmax")
+    assert row[1].text == "17.60"
     ours = runs.read_result(tmp_path / "coco-softmax" / "seed-0")
     row = next(r for r in found["Table 3"].rows if r[0] == "coco-softmax")
     header = found["Table 3"].header
+    assert header[1:15:2] == ("C-P", "C-R", "C-F1", "O-P", "O-R", "O-F1", "mAP (VOC 2012)")
     assert row[header.index("seeds")] == 1 and row[-1].startswith("changed: ")
     assert row[header.index("C-P")].text == "81.3"
     assert row[header.index("C-P, ours")] == tables.Shown(f"{100 * ours['C_P']:.2f}", 100 * ours["C_P"])

@@ -149,11 +149,12 @@ def changed(config: Config, recipe: Recipe | None = None) -> str:
 
 
 def _factors(epochs: int, left: int) -> list[float]:
-    """The factors that may have shortened a training to the epochs that are left, whole numbers first."""
+    """The factors that may have shortened a training to the epochs that are left: whole numbers, the nearest first."""
     if not 0 < left < epochs:
         return []
-    low, high = epochs / (left + 0.5), epochs / (left - 0.5)
-    return [*range(max(2, math.ceil(low)), min(epochs, math.floor(high)) + 1), epochs / left]
+    low, high, exact = epochs / (left + 0.5), epochs / (left - 0.5), epochs / left
+    whole = range(max(2, math.ceil(low)), min(epochs, math.floor(high)) + 1)
+    return [*sorted(whole, key=lambda factor: abs(factor - exact)), exact]
 
 
 def find(name: str) -> Recipe:

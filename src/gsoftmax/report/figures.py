@@ -153,6 +153,7 @@ def sheet(spec: Spec, title: str | None = None, heads: Sequence[str] = ()) -> Sp
         axisXDiscrete={"labelAngle": -35},
         axisYDiscrete={"labelLimit": 200},
         padding=8,
+        numberFormat=".4~g",
     )
     heading = {"title": {"text": title, "anchor": "start", "fontSize": 14, "offset": 10}} if title else {}
     return {**spec, **heading, "config": style}

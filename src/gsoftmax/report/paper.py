@@ -24,7 +24,7 @@ import numpy as np
 from .. import measures, recipes, significance
 from ..analyze import Analysis, analyze
 from ..messages import unknown
-from ..outputs import IGNORE, open_outputs
+from ..outputs import open_outputs
 from ..recipes import Recipe
 from ..reproduce import Seed, by_label, not_recipe, ours, read_seeds
 from ..runs import read_config
@@ -69,7 +69,7 @@ FIGURES = {
         (*_WRN["cifar10"], *_WRN["cifar100"]),
         ("airplane", "aquarium_fish"),
         "wide ResNet",
-        "The paper's ranges are approximate, read from its plots.",
+        "The paper's ranges are approximate.",
         {
             ("airplane", "x, min"): dict(zip(_HEADS, (0, 0, 0), strict=True)),
             ("airplane", "x, max"): dict(zip(_HEADS, (11, 24, 9), strict=True)),
@@ -94,14 +94,15 @@ FIGURES = {
         (*_WRN["cifar10"], *_WRN["cifar100"]),
         ("airplane", "aquarium_fish"),
         "wide ResNet",
-        "The paper says that the ratios of G-softmax are overall better; it gives no numbers.",
+        "The paper says that compactness, separability and ratio of G-softmax are overall better; it gives no numbers.",
     ),
     "figure6": Figure(
         "class geometry of every class of {data}",
         _WRN["cifar10"],
         "all",
         "wide ResNet",
-        "The paper says that G-softmax is above the others in most classes of both sets; it gives no numbers.",
+        "The paper says that G-softmax is the highest in most classes of both sets, and L-softmax the lowest; it gives no "
+        "numbers.",
     ),
     "figure7": Figure(
         "class geometry of the first 10 classes of {data}",
@@ -154,7 +155,7 @@ def figure(
     changed = {row.recipe.name: row.seeds[0].label for part in parts for row in part.rows if row.seeds[0].label}
     spec = draw(parts, title)
     seeds = sorted({len(row.seeds) for part in parts for row in part.rows})
-    told = [*filter(None, (not_recipe({"not_recipe": changed}), _seeds_told(seeds) if seeds[-1] > 1 else ""))]
+    told = [*filter(None, (not_recipe({"not_recipe": changed}), _seeds_told(seeds, wanted.classes)))]
     if told:
         wrap: Any = {"width": 90, "break_on_hyphens": False, "max_lines": 4, "placeholder": " … (all in the tables)"}
         spec["title"]["subtitle"] = [line for text in told for line in textwrap.wrap(text, **wrap)]
@@ -384,7 +385,8 @@ def _class_tables(parts: Sequence[_Part], wanted: Figure, title: str) -> list[Ta
     for part in parts:
         for c, name in zip(part.classes, part.names, strict=True):
             sides = ("x with the label", "x without it") if part.rows[0].found[0].multilabel else ("x", "impostors")
-            tables.append(_beside(f"{title}: {name}, {part.data}", _of_class(c, sides), part.rows, wanted, name))
+            what = f"{name}, {_DATA.get(part.data, part.data)}" if len(parts) > 1 else name
+            tables.append(_beside(f"{title}: {what}", _of_class(c, sides), part.rows, wanted, name))
     return tables
 
 
@@ -420,11 +422,11 @@ def _of_class(c: int, sides: tuple[str, str]) -> _Quantities:
 
 
 def _share_inside(run: Path, c: int) -> float:
-    """Percent of the impostors of a class whose x is in [-5, 0]."""
+    """Percent of the impostors of a class, the other outputs of its images, that are in [-5, 0]."""
     inside = total = 0
     for block in open_outputs(run).blocks(_BLOCK):
-        x = block.x[block.finite() & (block.y != c) & (block.y != IGNORE), c]
-        inside, total = inside + int(((x >= -5) & (x <= 0)).sum()), total + len(x)
+        x = np.delete(block.x[block.finite() & (block.y == c)], c, 1)
+        inside, total = inside + int(((x >= -5) & (x <= 0)).sum()), total + x.size
     return 100 * inside / total if total else np.nan
 
 
@@ -466,12 +468,16 @@ def _average_tables(parts: Sequence[_Part], wanted: Figure, title: str) -> list[
     def average(measure: str) -> Callable[[_Row], Cell]:
         return lambda row: row.mean(lambda a: a.geometry.average()[measure])
 
-    return [_beside(f"{title}, {part.data}", {m: average(m) for m in PAPER}, part.rows, wanted)]
+    return [_beside(title, {m: average(m) for m in PAPER}, part.rows, wanted)]
 
 
-def _seeds_told(seeds: Sequence[int]) -> str:
+def _seeds_told(seeds: Sequence[int], classes: tuple[str, ...] | str) -> str:
+    """What is a mean; figures of named classes have points and Gaussians."""
+    if seeds[-1] == 1:
+        return ""
     n = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
-    return f"Means over {n} seeds (± standard deviation); points, Gaussians and p are of the first seed."
+    first = "" if isinstance(classes, str) else "; points, Gaussians and p are of the first seed"
+    return f"Means over {n} seeds (± standard deviation){first}."
 
 
 def _with_note(table: Table, texts: Sequence[str]) -> Table:
@@ -534,18 +540,18 @@ def paper_tables(runs: str | os.PathLike[str]) -> list[Table]:
     tables = []
     for key, title in _TITLES.items():
         rows_of = [r for r in known.values() if r.table == key]
-        metrics = list(dict.fromkeys(m for r in rows_of for m in r.published))
+        metrics = list(max((r.published for r in rows_of), key=len))  # the paper's columns
         header = ["", *(f"{measures.find(m).label}{side}" for m in metrics for side in ("", ", ours"))]
         if len(metrics) == 1:
             header.append("difference")
-        rows = []
+        decimals, rows = (2 if "error" in metrics else 1), []  # as the paper has
         for recipe in rows_of:
             for told, seeds in (by_label(read_seeds(recipe, Path(runs) / recipe.name)) or {"": []}).items():
                 row: list[Cell] = [recipe.name]
                 for m in metrics:
                     published = recipe.published.get(m)
                     mean, difference, *_ = ours(m, published, seeds)
-                    given = None if published is None else Shown(f"{published:.2f}".removesuffix("0"), published)
+                    given = None if published is None else Shown(f"{published:.{decimals}f}", published)
                     row += [given, mean, difference][: 2 + (len(metrics) == 1)]
                 rows.append((*row, len(seeds) or None, told))
         tables.append(Table(title, (*header, "seeds", "not the recipe"), tuple(rows)))
