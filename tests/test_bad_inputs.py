@@ -222,10 +222,12 @@ def test_options_of_heads(head, option, refused):
 COMMANDS = cases(
     {
         "": """
-        nosuch ; comparee digits | comparee ; --nosuch | nosuch|COMMAND ; datasets nosuch ; recipes nosuch ;
+        nosuch ; comparee digits | comparee ; --nosuch | nosuch|COMMAND ; datasets nosuch | gsoftmax datasets --help ;
+        recipes nosuch ;
         heads nosuch ; heads --nosuch | nosuch ; heads a=1""",
         "train": """
-         | what ; nosuch ; digit | did you mean 'digits' ; Digits ; /nosuch | nosuch ; empty ; file ; cifar10 ;
+         | what ; nosuch ; digit | did you mean 'digits' ; Digits ; # | gsoftmax datasets ;
+        /nosuch | nosuch ; empty ; file ; cifar10 ;
         cifar10 --data nosuch ; cifar10 --data file ; cifar10 --data empty ; cifar100 --data empty | cifar100 ;
         tiny-imagenet --data empty | tiny-imagenet ; coco --data empty | coco ; nuswide --data empty | nuswide ;
         wrn-cifar100-gsoftmax --data empty | cifar100 ; wrn-cifar100-gsoftmax-nosuch ; folder: ;
@@ -242,7 +244,9 @@ COMMANDS = cases(
         digits-mosaic head=asl head_options.clip=2 | clip ; digits-mosaic head=zlpr head_options.form=paired | form ;
         digits-mosaic reduction=x | reduction ; digits-mosaic label_smoothing=2 | label_smoothing""",
         "train digits": """
-        digits | key=value ; --nosuch | nosuch ; --epochs 3 | epochs ; --out ; nonsense | key=value ; =3 | key ;
+        digits | key=value ; --nosuch | nosuch ; --epochs 3 | did you mean epochs=3 ;
+        --resme | did you mean '--resume' ;
+        --out ; nonsense | key=value ; =3 | key ;
         epochs | key=value ; epochs:3 | key=value ; --out file ; --out file/run | file ;
         --out /proc/nosuch/run | /proc/nosuch ; --out /dev/null/run | /dev/null ; --resume --out file ;
         --smoke --nosuch | nosuch""",

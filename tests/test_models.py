@@ -129,7 +129,7 @@ def test_a_run_of_an_older_version_gets_its_model_from_its_checkpoint(tmp_path, 
         first = train.train(BASE, tmp_path / "run")
     whole = load_file(tmp_path / "run" / "model.safetensors")
     (tmp_path / "run" / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="model.safetensors does not exist: a finished run has it, and --resume"):
+    with pytest.raises(ValueError, match=r"model.safetensors does not exist: a run has it when it is finished, and "):
         gsoftmax.load(tmp_path / "run")
     monkeypatch.setattr(train.Run, "backward", None)  # nothing is trained
     again = train.train(BASE, tmp_path / "run", resume=True)

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import backbones, distributed, heads, schedules, sharded
+from . import backbones, catalog, distributed, heads, schedules, sharded
 from . import data as data_room
 from .config import Config
 from .data import DataError, Dataset, Subset
@@ -336,8 +336,10 @@ def head(config: Config, dataset: Dataset, features: int, device: torch.device |
     try:
         made = cls(features, dataset.num_classes, **options)
     except (TypeError, RuntimeError) as error:
-        accepted = [p for p in inspect.signature(cls).parameters][2:]
-        raise ValueError(f"head {config.head!r}: {error}; options are {', '.join(accepted)}") from None
+        accepted = catalog.options(config.head) or [*inspect.signature(cls).parameters][2:]
+        wrong = [key for key in options if key not in accepted and repr(key) in str(error)]
+        told = unknown("option", wrong[0], accepted) if wrong else error
+        raise ValueError(f"head {config.head!r}: {told}; options are {', '.join(accepted)}") from None
     if config.zero_bias and isinstance(bias := getattr(made, "bias", None), Tensor):
         nn.init.zeros_(bias)
     return made

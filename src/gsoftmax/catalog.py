@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
-__all__ = ["BACKBONES", "DATASETS", "DatasetInfo", "HeadInfo", "heads"]
+__all__ = ["BACKBONES", "DATASETS", "DatasetInfo", "HeadInfo", "heads", "options"]
 
 
 @dataclass(frozen=True)
@@ -175,19 +175,31 @@ def heads() -> list[HeadInfo]:
     for key, value in zip(map(ast.literal_eval, filter(None, registry.keys)), registry.values, strict=True):
         name = ast.unparse(value)
         cls = next(n for n in _parse("heads", key).body if isinstance(n, ast.ClassDef) and n.name == name)
-        options = _options(cls)
+        own = _options(cls)
         if f"Sharded{name}" in split:
-            options |= {"shard": "None"} | _options(split["ShardedSoftmaxHead"])
-        found.append(HeadInfo(key, (ast.get_docstring(cls) or "").partition("\n")[0], options))
+            own |= {"shard": "None"} | _options(split["ShardedSoftmaxHead"])
+        found.append(HeadInfo(key, (ast.get_docstring(cls) or "").partition("\n")[0], own))
     return found
 
 
-def _parse(folder: str, module: str) -> ast.Module:
-    return ast.parse(resources.files(__package__).joinpath(folder, f"{module}.py").read_text("utf-8"))
+def options(head: str) -> dict[str, str]:
+    """The options of a built-in head with their defaults; empty for a head of your own.
+
+    head: its name
+    """
+    return next((info.options for info in heads() if info.name == head), {})
+
+
+def _parse(*path: str) -> ast.Module:
+    return ast.parse(resources.files(__package__).joinpath(*path[:-1], f"{path[-1]}.py").read_text("utf-8"))
 
 
 def _options(cls: ast.ClassDef) -> dict[str, str]:
     """Keyword options of a class and their defaults."""
     args = next(f.args for f in cls.body if isinstance(f, ast.FunctionDef) and f.name == "__init__")
     pairs = zip(args.kwonlyargs, args.kw_defaults, strict=True)
-    return {a.arg: ast.unparse(d) for a, d in pairs if d is not None and a.arg not in ("device", "dtype", "mesh")}
+    found = {a.arg: ast.unparse(d) for a, d in pairs if d is not None and a.arg not in ("device", "dtype", "mesh")}
+    if args.kwarg and args.kwarg.arg == "gaussian_options":
+        classes = {node.name: node for node in _parse("gaussians").body if isinstance(node, ast.ClassDef)}
+        found = _options(classes["GaussianLogits"]) | found
+    return found

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import inspect
 import io
 import json
@@ -177,6 +178,18 @@ def _display(args: argparse.Namespace) -> Display:
 
 class _Parser(argparse.ArgumentParser):
     """A mistake is one line, without the usage above it."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:  # said here, so that a command names its own options
+            key, known = (
+                rest[0].removeprefix("--"),
+                [name for action in self._actions for name in action.option_strings],
+            )
+            is_key = key in {field.name for field in dataclasses.fields(config.Config)}
+            hint = f", did you mean {key}={rest[1] if len(rest) > 1 else ''}" if is_key else ""
+            self.error(f"unrecognized {' '.join(rest)}{hint or messages.did_you_mean(rest[0], known)}")
+        return found, rest
 
     def error(self, message: str) -> Any:
         self.exit(2, f"{self.prog}: {_one_line(ValueError(message))}; see {self.prog} --help\n")
@@ -360,6 +373,7 @@ def find_config(what: str, changes: Sequence[str], smoke: bool = False) -> confi
     if gsoftmax.data.parse(what)[0] not in {"folder", "csv", "npz", "mosaic", *datasets}:
         meant = gsoftmax.data.by_path(what)
         hint = f", did you mean {meant}" if meant else messages.did_you_mean(what, {*recipes.recipes(), *datasets}, 3)
+        hint = hint or "; `gsoftmax recipes` and `gsoftmax datasets` list them"
         raise ValueError(f"{what!r} is neither a recipe nor a dataset{hint}")
     return config.Config(data=what).override(parse_changes(changes))
 

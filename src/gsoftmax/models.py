@@ -241,8 +241,8 @@ def load(
     path = Path(run)
     path = path / "model.safetensors" if path.is_dir() else path
     if not path.is_file():
-        hint = "a finished run has it, and --resume finishes a run"
-        raise ValueError(f"{path} does not exist: {hint}")
+        hint = ": a run has it when it is finished, and --resume finishes one that was stopped" * Path(run).is_dir()
+        raise ValueError(f"{path} does not exist{hint}")
     try:
         from safetensors import safe_open
     except ImportError:
