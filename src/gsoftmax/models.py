@@ -241,7 +241,10 @@ def load(
     path = Path(run)
     path = path / "model.safetensors" if path.is_dir() else path
     if not path.is_file():
-        hint = ": a run has it when it is finished, and --resume finishes one that was stopped" * Path(run).is_dir()
+        below = next(iter(sorted(Path(run).glob("*/seed-*/model.safetensors"))), None)
+        hint = f", did you mean {below.parent}" if below else ""
+        if not below and Path(run).is_dir():
+            hint = ": a run has it when it is finished, and --resume finishes one that was stopped"
         raise ValueError(f"{path} does not exist{hint}")
     try:
         from safetensors import safe_open

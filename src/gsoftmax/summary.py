@@ -310,8 +310,9 @@ def over_images_tables(summary: Mapping[str, Any]) -> list[Table]:
             )
         elif summary.get("kind") != "analyze":
             note = (
-                f"Each image counts with its error rate over {plural(seeds, 'seed')}; p of the sign-flip test. It is "
-                f"about other images for these runs; the test by seed is about other runs on these images. {note}"
+                f"Each image counts with its mean error over {plural(seeds, 'seed')}, and p is that of the sign-flip "
+                f"test. It is about these trained models on other images; the test over seeds is about other runs on "
+                f"these images. {note}"
             )
         title = f"{head} minus {summary['heads'][0]}, paired over images"
         made.append(Table(title, ("", *PAIRED), tuple(rows), note))
@@ -575,10 +576,14 @@ def no_verdict(summary: Mapping[str, Any]) -> str:
     if len(summary["seeds"]) > 1 or not heads or summary.get("kind") == "analyze":
         return ""
     alpha, label = significance.ALPHA / heads, measures.headline(summary["multilabel"]).label
-    seeds = {sd: significance.required_n(sd, _WORTH, alpha=alpha) for sd in _SPREADS}
-    needed = [f"{n} if they vary by {sd:g} point{'s' * (sd != 1)}" for sd, n in seeds.items()]
+    needed = [str(significance.required_n(sd, _WORTH, alpha=alpha)) for sd in _SPREADS]
     return (
         f"No verdict: with one seed, a difference between heads cannot be told from one between seeds. To show a "
-        f"difference of {_WORTH:g} points of {label} with 80 % power takes as many seeds as the paired "
-        f"differences vary: {', '.join(needed)} (standard deviation). Start with --seeds 5; finished runs are kept."
+        f"difference of {_WORTH:g} points of {label} with 80 % power takes {_either(needed)} seeds if the standard "
+        f"deviation of the paired differences is {_either([f'{sd:g}' for sd in _SPREADS])} points. Start with "
+        "--seeds 5; finished runs are kept."
     )
+
+
+def _either(words: Sequence[str]) -> str:
+    return f"{', '.join(words[:-1])} or {words[-1]}"

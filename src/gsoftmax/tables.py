@@ -6,6 +6,7 @@ import csv
 import io
 import math
 import re
+import textwrap
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -79,7 +80,8 @@ class Table:
             gaps = [" " * (w - _width(cell)) for cell, w in zip(row, widths, strict=True)]
             cells = [row[0] + gaps[0], *(gap + cell for cell, gap in zip(row[1:], gaps[1:], strict=True))]
             lines.append("   ".join(cells).rstrip())  # wider than the spaces of "1.2 ± 0.3"
-        return "\n".join([plain(self.title), "", *lines, *(["", plain(self.note)] if self.note else [])])
+        note = ["", textwrap.fill(plain(self.note), 100)] if self.note else []
+        return "\n".join([plain(self.title), "", *lines, *note])
 
     def markdown(self) -> str:
         def line(cells: Sequence[str]) -> str:

@@ -104,7 +104,7 @@ def write_paper_tables(
     return made, table_room.write(made, Path(out), formats)
 
 
-def terminal(doc: Document, most: int = 60) -> str:
+def terminal(doc: Document, most: int = 12) -> str:
     """The verdicts, the notes and the tables for a terminal.
 
     doc, most: the document, and the rows shown of a table
@@ -113,6 +113,6 @@ def terminal(doc: Document, most: int = 60) -> str:
     sentences = [*missing, *doc["verdicts"], *(f"note: {note}" for note in doc["notes"] if note not in doc["verdicts"])]
     parts = [textwrap.fill(table_room.plain(s), 100, subsequent_indent="  ") for s in sentences]
     for table in of_document(doc):
-        more = f"... and {len(table.rows) - most:,} rows more, in the CSV. {table.note}".strip()
+        more = f"... and {len(table.rows) - most:,} more rows on the page. {table.note}".strip()
         parts += ["", table.first(most, more).text()]
     return "\n".join(parts)

@@ -111,7 +111,7 @@ def confusions(doc: Mapping[str, Any]) -> Table | None:
     for c, j in order[:_MOST_CONFUSIONS]:
         shares = [Shown(f"{v:.2f}", v) for v in (parts[c, j].get(head, 0.0) for head in heads)]
         rows.append((names[c], names[j], *shares))
-    note = "Percent of the images of the class, over all seeds."
+    note = "Percent of the images of the class" + ", over all seeds" * (len(doc["seeds"]) > 1) + "."
     return Table("Most frequent confusions", ("class", "taken for", *(f"{h} %" for h in heads)), tuple(rows), note)
 
 
