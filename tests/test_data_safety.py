@@ -391,6 +391,40 @@ def test_floating_point_pixels_from_0_to_1_are_scaled(tmp_path):
     assert np.abs(found - RAMP / 65520 * 255).max() <= 0.5 + 1e-4 and (found[0] == found[2]).all()
 
 
+@pytest.mark.parametrize("kind", ["jpg", "png", "webp", "tif"])
+@pytest.mark.parametrize("turn", range(10))  # 0 and 9 are no orientations
+def test_photos_are_upright(kind, turn, tmp_path):
+    """Phones store the pixels as the sensor was held, and how to turn them in EXIF."""
+    image, ops = pytest.importorskip("PIL.Image"), pytest.importorskip("PIL.ImageOps")
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 3, 3), dtype=np.uint8).repeat(8, 0).repeat(8, 1)
+    exif = image.Exif()
+    exif[274] = turn
+    image.fromarray(pixels).save(tmp_path / f"x.{kind}", exif=exif)
+    with image.open(tmp_path / f"x.{kind}") as opened:
+        shown = np.asarray(ops.exif_transpose(opened).convert("RGB"))
+    found = images.read_image(str(tmp_path / f"x.{kind}")).permute(1, 2, 0).numpy()
+    np.testing.assert_array_equal(found, shown)
+    assert found.shape == ((24, 40, 3) if turn in (5, 6, 7, 8) else (40, 24, 3)) and found.flags.c_contiguous
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
+def test_a_damaged_orientation_does_not_cost_the_photo(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    made = image.fromarray(np.zeros((4, 6, 3), np.uint8))
+    made.save(tmp_path / "x.jpg", exif=b"Exif\0\0MM\0*\xff\xff\xff\xff")
+    assert images.read_image(str(tmp_path / "x.jpg")).shape == (3, 4, 6)
+
+
+def test_small_images_of_one_size_may_be_turned(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    exif = image.Exif()
+    exif[274] = 6
+    for name, options in (("a", {}), ("b", {"exif": exif})):
+        image.fromarray(np.zeros((4, 6, 3), np.uint8)).save(tmp_path / f"{name}.jpg", **options)
+    assert images.read_small([str(tmp_path / f"{name}.jpg") for name in "aa"]).shape == (2, 3, 4, 6)
+    assert images.read_small([str(tmp_path / f"{name}.jpg") for name in "ab"]) is None  # two sizes
+
+
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK"])
 def test_other_modes_are_read_as_before(mode, tmp_path):
     image = pytest.importorskip("PIL.Image")

@@ -50,9 +50,9 @@ def _pillow() -> Any:
 
 
 def decode(data: bytes, name: str, shape: tuple[int, int] | None = None, near: int = 0) -> np.ndarray | None:
-    """uint8 (H, W, 3) of one image file's bytes; DataError naming the file when it is not a readable image.
+    """uint8 (H, W, 3) of one image file's bytes, upright; DataError naming the file when it is not a readable image.
 
-    shape: None is returned for an image of another (H, W), before its pixels are decoded
+    shape: None is returned for an image of another (H, W), mostly before its pixels are decoded
     near: a large JPEG is decoded at a fraction of its size, with sides of at least so many pixels
     """
     pillow = _pillow()
@@ -66,12 +66,29 @@ def decode(data: bytes, name: str, shape: tuple[int, int] | None = None, near: i
                 return None
             if near:
                 image.draft("RGB", (near, near))
-            return np.array(image) if image.mode == "RGB" else _eight_bits(image, name)
+            pixels = np.array(image) if image.mode == "RGB" else _eight_bits(image, name)
+            pixels = _upright(pixels, image)
+            return pixels if shape in (None, pixels.shape[:2]) else None
     except DataError:
         raise
     except Exception as error:  # Pillow's plugins raise anything from SyntaxError to struct.error on damaged files
         reason = "not a known image format" if type(error).__name__ == "UnidentifiedImageError" else first_line(error)
         raise DataError(f"{name} is not a readable image: {reason}") from None
+
+
+def _upright(pixels: np.ndarray, image: Any) -> np.ndarray:
+    """Pixels turned and mirrored as the EXIF tag says: cameras store an upright photo as the sensor was held."""
+    try:
+        turn = image.getexif().get(274, 1) if "exif" in image.info else 1
+    except Exception:  # a damaged tag: the pixels are there all the same
+        turn = 1
+    if turn in (5, 6, 7, 8):
+        pixels = pixels.swapaxes(0, 1)
+    if turn in (2, 3, 6, 7):
+        pixels = pixels[:, ::-1]
+    if turn in (3, 4, 7, 8):
+        pixels = pixels[::-1]
+    return np.ascontiguousarray(pixels)
 
 
 def _eight_bits(image: Any, name: str) -> np.ndarray:
