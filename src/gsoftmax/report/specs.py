@@ -417,8 +417,8 @@ def curves(curve: str = "curve") -> Spec:
     """A quantity of the training by epoch, one line for each run."""
     whole = {"labelExpr": "datum.value % 1 ? '' : datum.label", "format": "d"}
     encoding = {
-        "x": _q("epoch", axis=whole, scale={"zero": False}),
-        "y": _q("value", None, scale={"type": "log"}, axis={"format": "~g", **_NUMBER, "title": _titled(curve)}),
+        "x": _q("epoch", axis=whole, scale={"zero": False, "nice": False}),
+        "y": _q("value", None, scale={"type": "log", "nice": False, "padding": 8}, axis={"format": "~g", **_NUMBER, "title": _titled(curve)}),
         "color": _COLOUR,
         "detail": [{"field": "seed"}],
         "tooltip": [_text("head"), _text("seed"), _text("epoch"), _number("value")],
@@ -492,14 +492,14 @@ def features(row: Mapping[str, Any], classes: Sequence[str], cls: str = "cls") -
     points = _steps({"flatten": ["c", "u", "v"]}, named)
     fields = {"flatten": ["c", "mu", "mv"], "as": ["c", "u", "v"]}
     means = _steps(_calc(c="sequence(length(datum.mu))"), fields, "isValid(datum.u)", named)
-    opacity = {"opacity": {"condition": {"test": chosen, "value": 0.9}, "value": 0.45}}
+    opacity = {"opacity": {"condition": {"test": chosen, "value": 0.95}, "value": 0.6}}
     diamond = {"type": "point", "shape": "diamond", "filled": True, "size": 130, "opacity": 1, "stroke": "white"}
     label = {"type": "text", "dy": -12, "fontSize": 12, "limit": 90, "color": "currentColor"}
     text = {"x": x, "y": y, "text": {"field": "name"}}
     return _figure(
         "features",
         _steps(f"datum.head === {json.dumps(row['head'])} && datum.name === {json.dumps(row['name'])}"),
-        _layer({"type": "point", "filled": True, "size": 18}, {**shared, **opacity}, points),
+        _layer({"type": "point", "filled": True, "size": 22}, {**shared, **opacity}, points),
         _layer(diamond, shared, means, *([] if few else [chosen])),
         _layer(label, text, means, *([] if few else [chosen])),
     )
