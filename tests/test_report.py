@@ -366,7 +366,7 @@ def test_the_test_over_images_is_that_of_error_rates_averaged_over_seeds(single,
         assert (found["low"], found["high"]) == pytest.approx(tuple(test.confidence_interval()))
         assert found["p"] == pytest.approx(flipped.pvalue, abs=0.03) and found["p_holm"] >= found["p"]
     text = single.read_text("utf-8")
-    assert "gsoftmax minus softmax, paired over images" in text and "about other images for these runs" in text
+    assert "gsoftmax minus softmax, paired over images" in text and "about these trained models on other images" in text
     several_labels = embedded(several)["over_images"]["gsoftmax"]["paired"]["error"]
     o = [[fake_outputs(h, s, multilabel=True) for s in range(2)] for h in ("softmax", "gsoftmax")]
     wrong = [np.mean([((v["p"] >= 0.5) != (v["y"] == 1)).double().mean() for v in of]) for of in o]
