@@ -416,9 +416,10 @@ def confusion(panel: str = "panel", chosen: str = "cls", *, names: Sequence[str]
 def curves(curve: str = "curve") -> Spec:
     """A quantity of the training by epoch, one line for each run."""
     whole = {"labelExpr": "datum.value % 1 ? '' : datum.label", "format": "d"}
+    log = {"type": "log", "nice": False, "padding": 8}  # "nice" would end it at powers of ten
     encoding = {
         "x": _q("epoch", axis=whole, scale={"zero": False, "nice": False}),
-        "y": _q("value", None, scale={"type": "log", "nice": False, "padding": 8}, axis={"format": "~g", **_NUMBER, "title": _titled(curve)}),
+        "y": _q("value", None, scale=log, axis={"format": "~g", **_NUMBER, "title": _titled(curve)}),
         "color": _COLOUR,
         "detail": [{"field": "seed"}],
         "tooltip": [_text("head"), _text("seed"), _text("epoch"), _number("value")],
