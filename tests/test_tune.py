@@ -71,6 +71,29 @@ def test_what_tuning_was_worth_is_the_difference_on_the_test_set(tuned):
     assert [row[:2] for row in sensitivity.rows] == [(key, name) for key in SPACE for name in HEADS]
 
 
+def test_the_range_that_costs_one_point_is_interpolated_and_ends_where_runs_diverge():
+    def curve(*losses, scale="log"):
+        values = [0.01, 0.1, 1.0, 10.0][: len(losses)]
+        points = [
+            {"value": v, "values": [None if x is None else 3 + x] * 2} for v, x in zip(values, losses, strict=True)
+        ]
+        head = {"chosen": {}, "default": {}, "own": {}, "untuned": [], "sweeps": {"lr": points}}
+        head["trials"] = [{"settings": {}, "values": [3.0]}]
+        told = {"measure": "error", "space": {"lr": "?"}, "scales": {"lr": scale}, "heads": {"h": head}, "trials": 1}
+        told |= {"asked": 1, "validation": "val"}
+        *_, table = summary.tuning_tables({"tuning": told, "metrics": {"error": {"h": {"values": [0.0]}}}})
+        return table.rows[0][2:] if table.title == "Sensitivity" else None
+
+    best, low, high, factor, worst = curve(4.0, 0.0, 0.5, 2.5)  # a quarter and a quarter of the way, in decades
+    assert (best.value, worst, factor.text) == (0.1, 4.0, f"{10**1.5:.3g}")
+    assert (low.value, high.value) == (pytest.approx(0.1 * 10**-0.25), pytest.approx(10**0.25))
+    best, low, high, factor, worst = curve(0.2, 0.0, None, 0.0)  # from 0.1 on it is not known
+    assert (low.value, high.value, factor.text, worst) == (0.01, 0.1, "≥ 10", "diverged")
+    best, low, high, factor, _ = curve(3.0, 0.0, 2.0, scale="choice")
+    assert (low.value, high.value, factor) == (0.1, 0.1, None)
+    assert curve(None, None) is None
+
+
 def test_absent_and_diverged_defaults_are_told_apart():
     def rows(**untuned):
         heads = {h: {"chosen": {"lr": 1.0} if h != "a" else {}, "untuned": v} for h, v in untuned.items()}
@@ -172,11 +195,20 @@ def test_a_small_budget_leaves_out_the_sweeps_before_the_trials(tmp_path, monkey
     clock = iter([0.0, float(len(HEADS))])  # a second a run
     monkeypatch.setattr(tune.time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(plan, "_evaluate", lambda *_: None)
-    plan._fit_budget(None)
+    plan._fit_budget(tune.Workers(1))
     assert plan.swept == {} and {len(found) for found in plan.trials.values()} == {4}
     again = tune.Tuning(BASE, HEADS, 2, tmp_path, trials=4, space=SPACE, minutes=plan.minutes)
-    again._fit_budget(None)
+    again._fit_budget(tune.Workers(1))
     assert again.swept == {} and {len(found) for found in again.trials.values()} == {4}
+
+
+def test_a_budget_counts_the_runs_from_before_an_interruption(tmp_path, monkeypatch):
+    plan = tune.Tuning(BASE, HEADS, 2, tmp_path, trials=64, space=SPACE, minutes=1.0)
+    monkeypatch.setattr(plan, "_evaluate", lambda *_: None)  # all of them are finished
+    monkeypatch.setattr(tune, "read_result", lambda folder: {"seconds": 6.0})
+    plan._fit_budget(tune.Workers(2))
+    budget = json.loads((tmp_path / "tuning-budget.json").read_text("utf-8"))
+    assert budget["seconds per run"] == 3.0 and budget["trials"] < 64  # two at a time
 
 
 def test_several_labels_are_tuned_by_map(tmp_path):

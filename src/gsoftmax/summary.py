@@ -8,6 +8,7 @@ them, heads times measures. The tests over images are a third family, corrected 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -393,21 +394,41 @@ def _worth(summary: Mapping[str, Any], told: Mapping[str, Any]) -> Table | None:
 
 
 def _sensitivity(told: Mapping[str, Any]) -> Table | None:
-    """The values of each swept key that cost less than one point of the measure."""
+    """How far each swept key may be off before it costs one point of the measure."""
     measure, rows = measures.find(told["measure"]), []
+    sign = 1 if measure.smaller_is_better else -1
     for key in told["space"]:
         for name, head in told["heads"].items():
-            curve = [(p["value"], np.mean(p["values"])) for p in head["sweeps"].get(key, []) if None not in p["values"]]
-            if not curve:
+            points = head["sweeps"].get(key, [])
+            values = [p["value"] for p in points]
+            scores = [math.inf if None in p["values"] else sign * float(np.mean(p["values"])) for p in points]
+            best = min(scores, default=math.inf)
+            if math.isinf(best):
                 continue
-            sign = 1 if measure.smaller_is_better else -1
-            best = min(sign * score for _, score in curve)
-            good = [value for value, score in curve if sign * score <= best + 1]
-            worst = max(sign * score for _, score in curve) - best
-            rows.append((key, name, _value(good[0]), _value(good[-1]), len(good), len(head["sweeps"][key]), worst))
-    header = ("key", "head", "from", "to", "values", "of", f"largest loss, {measure.label} points")
-    note = "From and to: the values tried that stay within one point of the best, all else at the chosen setting."
+            k, lost, log = scores.index(best), [score - best for score in scores], told["scales"][key] == "log"
+            low, below = _one_point(values[k::-1], lost[k::-1], log)
+            high, above = _one_point(values[k:], lost[k:], log)
+            factor = Shown(f"{'' if below and above else '≥ '}{high / low:.3g}", high / low) if log else None
+            worst: Cell = "diverged" if math.isinf(max(lost)) else max(lost)
+            rows.append((key, name, *(Shown(f"{v:.3g}", v) for v in (values[k], low, high)), factor, worst))
+    header = ("key", "head", "best", "from", "to", "factor", f"largest loss, {measure.label} points")
+    note = (
+        "The range around the best value in which at most one point is lost on the validation split, all else at the "
+        "chosen setting, interpolated between the values tried. Factor: its end over its start; ≥ where the range "
+        "reaches the end of the sweep."
+    )
     return Table("Sensitivity", header, tuple(rows), note) if rows else None
+
+
+def _one_point(values: Sequence[Any], lost: Sequence[float], log: bool) -> tuple[Any, bool]:
+    """Where a curve, followed from its best value, has lost one point, and whether it does.
+
+    Between values on a logarithmic scale it is interpolated; a diverged run loses without bound.
+    """
+    for (a, of_a), (b, of_b) in itertools.pairwise(zip(values, lost, strict=True)):
+        if of_b > 1:
+            return (a * (b / a) ** ((1 - of_a) / (of_b - of_a)) if log else a), True
+    return values[-1], False
 
 
 def _value(value: Any) -> Cell:

@@ -36,7 +36,7 @@ from .files import atomic_write, locked, read_json
 from .progress import Event
 from .runs import folder_name, keep_metrics, read_result
 from .summary import summarise
-from .workers import DIVERGED, Task, Workers
+from .workers import DIVERGED, Task, Workers, default_jobs
 
 __all__ = ["Chosen", "Domain", "Trial", "Tuning", "default_space", "halving", "parse_space", "tune"]
 
@@ -325,8 +325,11 @@ class Tuning:
             start = time.perf_counter()
             first = {name: found[:1] for name, found in self.trials.items()}
             self._evaluate(first, 1, workers, "default settings")
-            spent = time.perf_counter() - start
-            each, count = spent / len(self.defaults), len(next(iter(self.trials.values())))
+            spent, count = time.perf_counter() - start, len(next(iter(self.trials.values())))
+            results = [read_result(of[0].folder / f"seed-{FIRST_SEED}") for of in first.values()]
+            alone = sum(result["seconds"] for result in results if result)  # some may be from before an interruption
+            jobs = workers.jobs or default_jobs(next(iter(self.defaults.values())))
+            each = max(spent, alone / jobs) / len(self.defaults)
             allowed = self._affordable(count, each)
             if allowed < min(ENOUGH, count):
                 self.swept = {}

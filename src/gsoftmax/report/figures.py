@@ -114,7 +114,7 @@ def figures(doc: Mapping[str, Any], *, c: int = 0) -> dict[str, Spec]:
         found["seeds"] = compose(doc, [panels])
     if tuned := specs.sensitivities(doc):
         panels = [panel(spec, None, 260, 190) for spec in tuned.values()]
-        found["sensitivity"] = compose(doc, [panels])
+        found["sensitivity"] = compose(doc, [panels], "lines: one key varied; rings: trials; on the edge: beyond it")
     if (doc.get("examples") or {}).get("confusion") and doc["examples"]["confusion"]["order"]:
         names = [classes[k] for k in specs.order(doc)]
         n, of = len(names), len(classes)

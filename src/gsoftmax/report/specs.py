@@ -446,7 +446,7 @@ def sensitivity(key: str, scale: str, title: str, worst: float, best: float) -> 
         "x": _q(
             "value",
             key,
-            scale={"type": "log" if scale == "log" else "linear", "zero": False},
+            scale={"type": "log" if scale == "log" else "linear", "zero": False, "nice": False},
             axis={"format": "~g", **_NUMBER},
         ),
         "y": _q("score", title, scale=y, axis=_FEW),
