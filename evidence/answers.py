@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from gsoftmax.report.colours import BLUE, GREY, VERMILLION
 from gsoftmax.significance import ALPHA, Paired, holm, paired
 from gsoftmax.summary import tuning_tables
 from gsoftmax.tables import Table, p_value, plus_minus, show
+from gsoftmax.tune import FIRST_SEED
 
 from . import figures
 from .run import HERE, read_rows
@@ -46,10 +48,10 @@ class Answer:
         better = (self.test.difference < 0) == measures.find(self.question.metric).smaller_is_better
         sure = self.p < ALPHA
         said = ("Yes" if better else "No, it is worse") if sure else "No difference shown"
-        name = measures.find(self.question.metric).label
+        name, q = measures.find(self.question.metric).label, self.question
         return (
-            f"{said}: {span(self.test)} points of {name}, {self.test.n} pairs, {_p(self.test.p)}, and {_p(self.p)} "
-            "after Holm's correction over all primary questions."
+            f"{said}. {q.head} minus {q.against}: {span(self.test)} points of {name}, {self.test.n} pairs, "
+            f"{_p(self.test.p)}, and {_p(self.p)} after Holm's correction over all primary questions."
         )
 
 
@@ -92,21 +94,72 @@ def cases() -> str:
     return grid(["your case", "use", "measured", "points [95 %]", "pairs", "study"], lines)
 
 
-def recipes() -> str:
-    """The recipes as they are for softmax, beside softmax tuned, on the test set."""
-    lines = []
-    for name, study in finished().items():
+def as_they_are() -> dict[str, list[tuple[str, str, Paired]]]:
+    """The recipe as it is minus a head tuned, on the test set, with both heads, by study."""
+    found = {}
+    for name in finished():
         told, rows = read(name)
-        head = next(head for head, text in study.heads.items() if text == "softmax")
-        untuned, metric = told["heads"][head]["untuned"], told["measure"]
-        gaussian = next((of["untuned"] for head, of in told["heads"].items() if "G-softmax" in head), [])
-        if untuned and gaussian:
-            tuned = np.array([*values(rows, metric)[head].values()])
-            cells = [plus_minus(float(np.mean(v)), float(np.std(v, ddof=1))) for v in (untuned, tuned)]
-            gaps = [f"{np.mean(of) - tuned.mean():+.2f}" for of in (untuned, gaussian)]
-            lines.append([name, f"`{study.recipe}`", measures.find(metric).title, *cells, *gaps])
-    shown = ("softmax, as it is", "softmax, tuned", "difference", "G-softmax as it is, minus softmax tuned")
-    return grid(["study", "recipe", "measure", *shown], lines)
+        tuned, untuned = values(rows, told["measure"]), {h: of["untuned"] for h, of in told["heads"].items()}
+        softmax, bce, gaussian = (next((h for h in tuned if word in h), "") for word in ("softmax", "BCE", "G-softmax"))
+        pairs = ((softmax, softmax), (bce, bce), (gaussian, softmax))
+        tests = [
+            (head, against, paired(np.array([*tuned[against].values()][: len(untuned[head])]), np.array(untuned[head])))
+            for head, against in pairs
+            if untuned.get(head)
+        ]
+        if all(map(untuned.get, (softmax, gaussian))):
+            found[name] = tests
+    return found
+
+
+def recipes() -> str:
+    lines = []
+    for name, tests in as_they_are().items():
+        of = {(h, against): "0, it was chosen" if not (t.low or t.high) else span(t) for h, against, t in tests}
+        cells = [of.get(("BCE", "BCE"), "–"), *(text for (head, _), text in of.items() if head != "BCE")]
+        measure = measures.find(read(name)[0]["measure"]).label
+        lines.append([name, f"`{studies()[name].recipe}`", measure, *cells, str(tests[0][2].n)])
+    minus = ("BCE, minus BCE tuned", "softmax, minus softmax tuned", "G-softmax, minus softmax tuned")
+    return grid(["study", "recipe", "measure", *minus, "pairs"], lines)
+
+
+def sensitivity() -> str:
+    """For every study with sweeps, the factor over which a head loses at most one point."""
+    parts: dict[tuple[str, ...], list[list[str]]] = {}
+    for name, study in finished().items():
+        for table in _tuning_tables(study):
+            if table.title == "Sensitivity":
+                of = {(row[0], row[1]): row[5] for row in table.rows}
+                for key in dict.fromkeys(key for key, _ in of if of[key, next(iter(study.heads))]):
+                    line = [name, f"`{key}`", *(show(of[key, head]) for head in study.heads)]
+                    parts.setdefault(tuple(study.heads), []).append(line)
+    return "\n\n".join(grid(["study", "key", *heads], lines) for heads, lines in parts.items())
+
+
+def spread() -> str:
+    """How much a setting costs that was not chosen: the median over the trials of every head, minus its best one."""
+    lines = []
+    for name, study in studies().items():
+        of = first_seeds(study)
+        if of:
+            lost = {head: float(np.median(scores) - min(scores)) for head, scores in of.items()}
+            first, *others = (f"{head} {points:.2f}" for head, points in lost.items())
+            lines.append([name, str(study.trials), first, "; ".join(others)])
+    return grid(["study", "trials", "reference", "others"], lines)
+
+
+def first_seeds(study: TunedStudy) -> dict[str, list[float]]:
+    """The validation results of all trials with their first seed, by head: in points, the smaller the better."""
+    if study.name in finished():
+        told = read(study.name)[0]
+        sign = 1 if told["measure"] == "error" else -1
+        scores = {head: [t["values"][0] for t in of["trials"]] for head, of in told["heads"].items()}
+        return {head: [math.inf if v is None else sign * v for v in of] for head, of in scores.items()}
+    found: dict[str, list[float]] = {}
+    for row in read_rows(f"{study.name}-trials", TUNED):
+        if row["seed"] == FIRST_SEED:
+            found.setdefault(row["setting"], []).append(math.inf if row["error"] is None else 100 * row["error"])
+    return found
 
 
 def shown_in_forest() -> list[tuple[str, str, Paired]]:
@@ -169,19 +222,22 @@ def draw_forest() -> str:
 
 def page(study: TunedStudy) -> str:
     """The page of a study with rows."""
-    told, rows = read(study.name)
+    rows = read(study.name)[1]
     own = [answer for answer in answers() if answer.study.name == study.name]
     parts = [f"# {study.name}", study.about]
     parts += [f"**{answer.question.text}** {answer.words}" for answer in own]
-    parts += [_test_table(study, rows), _settings(study), _provenance(study, rows)]
-    metrics = {told["measure"]: {h: {"values": list(values(rows, told["measure"])[h].values())} for h in study.heads}}
-    for name, head in told["heads"].items():  # the defaults met the first seeds only
-        metrics[told["measure"]][name]["values"] = metrics[told["measure"]][name]["values"][
-            : len(head["untuned"]) or None
-        ]
-    for table in tuning_tables({"tuning": told, "metrics": metrics}):
-        parts.append(f"## {table.title}\n\n{_grid(table)}")
+    parts += [_in_short(study), _test_table(study, rows), _settings(study), _provenance(study, rows)]
+    parts += [f"## {table.title}\n\n{_grid(table)}" for table in _tuning_tables(study)]
     return "\n\n".join(parts) + "\n"
+
+
+def _tuning_tables(study: TunedStudy) -> list[Table]:
+    told, rows = read(study.name)
+    of = {head: [*of.values()] for head, of in values(rows, told["measure"]).items()}
+    metrics = {  # the defaults met the first seeds only
+        head: {"values": of[head][: len(found["untuned"]) or None]} for head, found in told["heads"].items()
+    }
+    return tuning_tables({"tuning": told, "metrics": {told["measure"]: metrics}})
 
 
 def unfinished_page(study: TunedStudy, trials: Sequence[Mapping[str, Any]]) -> str:
@@ -212,6 +268,17 @@ def unfinished_page(study: TunedStudy, trials: Sequence[Mapping[str, Any]]) -> s
     return "\n\n".join(parts) + "\n"
 
 
+def _in_short(study: TunedStudy) -> str:
+    """The best head and the reference, by the means of the measure that was tuned."""
+    told, rows = read(study.name)
+    measure = measures.find(told["measure"])
+    means = {head: float(np.mean([*of.values()])) for head, of in values(rows, measure.key).items()}
+    best, reference = (min if measure.smaller_is_better else max)(means, key=means.__getitem__), next(iter(study.heads))
+    rest = "." if best == reference else f", and {reference} {means[reference]:.2f} %."
+    which = "Lowest" if measure.smaller_is_better else "Highest"
+    return f"{which} mean {measure.label}: {best}, {means[best]:.2f} %{rest} Only the question above is primary."
+
+
 def _test_table(study: TunedStudy, rows: Sequence[Row]) -> str:
     metrics = MULTI if "mAP" in rows[0]["metrics"] else SINGLE
     reference, primary = next(iter(study.heads)), metrics[:3] if metrics is MULTI else metrics[:1]
@@ -227,7 +294,8 @@ def _test_table(study: TunedStudy, rows: Sequence[Row]) -> str:
         lines.append([head, str(len(v)), *cells, *("–" if head == reference else span(test) for test in tests)])
     titles = (f"{measures.find(metric).title}{', median' if metric in MEDIANS else ''}" for metric in metrics)
     header = ["head", "seeds", *titles, *(f"{measures.find(metric).label} minus {reference}" for metric in primary)]
-    note = "Test set, chosen settings: mean ± standard deviation over seeds; difference paired by seed [95 %]."
+    split = "Held-out training images" if study.tested else "Test set"
+    note = f"{split}, chosen settings: mean ± standard deviation over seeds; difference paired by seed [95 %]."
     return f"{grid(header, lines)}\n\n{note}"
 
 

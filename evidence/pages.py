@@ -2,8 +2,7 @@
 
     <!-- evidence: tables -->  ...  <!-- evidence: end -->
 
-Everything between such marks is generated. The marks: cases, recipes, verdicts, summary, tables, cost.  The pages of
-the tuned studies are generated as a whole.
+Everything between such marks, those of `blocks`, is generated; the pages of tuned studies as a whole.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from . import answers, figures
 from .run import ROWS
 from .tables import NOTHING, ROOT, cost_tables, read, read_cost, study_tables, summary, verdicts
 
-MARKED = (ROOT / "docs" / "evidence.md", answers.PAGES / "protocol.md", answers.PAGES / "earlier.md")
+BY_HAND = ("protocol.md", "sensitivity.md", "earlier.md")
+MARKED = (ROOT / "docs" / "evidence.md", *(answers.PAGES / name for name in BY_HAND))
 MARKS = re.compile(r"(<!-- evidence: (\w+) -->\n).*?(<!-- evidence: end -->)", re.DOTALL)
 
 
@@ -27,6 +27,8 @@ def blocks(folder: Path = ROWS) -> dict[str, str]:
     return {
         "cases": answers.cases(),
         "recipes": answers.recipes(),
+        "sensitivity": answers.sensitivity(),
+        "spread": answers.spread(),
         "verdicts": verdicts(found, cost) if found or cost else NOTHING,
         "summary": summary(found),
         "tables": "\n\n".join(study_tables(*pair) for pair in found.values()) or NOTHING,

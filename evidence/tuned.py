@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
+import signal
+import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,16 +25,14 @@ from typing import Any
 
 import yaml
 
-from gsoftmax import models, progress, recipes, runs, tune
+from gsoftmax import progress, recipes, runs, tune
 from gsoftmax.config import Config
-from gsoftmax.files import atomic_write, locked, read_json
+from gsoftmax.files import atomic_write, locked
 from gsoftmax.workers import DIVERGED, Task, Workers
 
 from .run import HERE, PROVENANCE, ROWS, read_rows, resolve_spec, rounded, where
 
 TUNED = ROWS / "tuned"
-BESIDE = "test-split.json"  # in the folder of a run
-BATCH = 32  # runs between two looks at the clock
 
 
 @dataclass(frozen=True)
@@ -102,13 +102,13 @@ def studies() -> dict[str, TunedStudy]:
     return found
 
 
-def train(names: Sequence[str], data: Mapping[str, str], out: Path, jobs: int | None, minutes: float) -> None:
-    """Trains what is missing of some studies, and writes their rows and tuning.
+def train(names: Sequence[str], data: Mapping[str, str], out: Path, jobs: int | None) -> None:
+    """Trains what is missing of some studies, and writes their rows and tuning, also if a signal stops it.
 
     The trials come first, then the runs on the test set: heads of primary questions before the others, and seeds in
     turn, so that what is there when the time is over says most.
     """
-    end, asked = time.monotonic() + 60 * minutes, [studies()[name] for name in names]
+    asked = [studies()[name] for name in names]
     tasks: list[tuple[bool, int, Task]] = []  # secondary, seed, run
     with Workers(jobs, _quiet) as workers:
         plans = {study.name: study.tuning(data, out / study.name) for study in asked}
@@ -128,9 +128,7 @@ def train(names: Sequence[str], data: Mapping[str, str], out: Path, jobs: int | 
                 tasks.append((name not in primary, task.config.seed, task))
         tasks.sort(key=lambda found: found[:2])
         try:
-            for start in range(0, len(tasks), BATCH):
-                if time.monotonic() < end:
-                    workers.run([task for *_, task in tasks[start : start + BATCH]], "test set")
+            workers.run([task for *_, task in tasks], "test set")
         finally:
             for study in asked:
                 write(study, plans[study.name], chosen[study.name])
@@ -148,10 +146,8 @@ def write(study: TunedStudy, plan: tune.Tuning, chosen: tune.Chosen) -> None:
             if result is None:
                 continue
             kept = {k: rounded(v) for k, v in result.items() if isinstance(v, (int, float)) and k != "final"}
-            beside = _beside(run) if study.tested and seed < study.seeds else {}
-            lines.append(
-                json.dumps({"setting": name, "seed": seed, "metrics": kept} | beside | where(run), ensure_ascii=False)
-            )
+            row = {"setting": name, "seed": seed, "metrics": kept} | where(run)
+            lines.append(json.dumps(row, ensure_ascii=False))
     for config in plan.out.rglob("config.json"):
         runs.keep_metrics(config.parent)
     if not lines:
@@ -161,16 +157,6 @@ def write(study: TunedStudy, plan: tune.Tuning, chosen: tune.Chosen) -> None:
     told = {**told, "heads": {names[text]: head for text, head in told["heads"].items()}}
     (TUNED / f"{study.name}.json").write_text(json.dumps(_short(told), ensure_ascii=False) + "\n", "utf-8")
     (TUNED / f"{study.name}-trials.jsonl").unlink(missing_ok=True)  # STUDY.json has them
-
-
-def _beside(run: Path) -> dict[str, Any]:
-    """The results on the test split of a run that was evaluated on another one."""
-    path = run / BESIDE
-    if not path.exists() and (run / "model.safetensors").exists():
-        model = models.load(run)
-        result, _ = models.evaluate(model, model.config.data)
-        atomic_write(path, json.dumps({k: rounded(result[k]) for k in ("error", "error_x", "nll") if k in result}))
-    return {"test_split": read_json(path)} if path.exists() else {}
 
 
 def write_trials(study: TunedStudy, plan: tune.Tuning) -> None:
@@ -241,8 +227,6 @@ def restore_rows(study: TunedStudy, plan: tune.Tuning, chosen: tune.Chosen) -> N
             raise ValueError(f"{study.name}: {row['setting']} has chosen another setting than in its rows")
         run = plan.out / runs.folder_name(text) / f"seed-{row['seed']}"
         _restore(run, tasks[run].config, row["metrics"], row)
-        if "test_split" in row and not (run / BESIDE).exists():
-            atomic_write(run / BESIDE, json.dumps(row["test_split"]))
 
 
 def _restore(run: Path, config: Config, result: Mapping[str, Any] | None, row: Mapping[str, Any]) -> None:
@@ -282,11 +266,20 @@ def main() -> None:
     parser.add_argument("--data", action="append", default=[], metavar="NAME=SPEC", help="location of a study's data")
     parser.add_argument("--jobs", type=int, help="number of parallel runs")
     parser.add_argument("--out", type=Path, default=Path("runs/tuned"), help="folder of the runs")
-    parser.add_argument("--minutes", type=float, default=1e9, help="start no run on the test set after this")
+    parser.add_argument("--minutes", type=float, help="stop after this, as Ctrl-C does")
     args = parser.parse_args()
-    train(args.studies, dict(pair.split("=", 1) for pair in args.data), args.out, args.jobs, args.minutes)
+    stopped = ""
+    try:
+        if args.minutes is not None:
+            timer = threading.Timer(60 * args.minutes, signal.raise_signal, [signal.SIGINT])
+            timer.daemon = True
+            timer.start()
+        train(args.studies, dict(pair.split("=", 1) for pair in args.data), args.out, args.jobs)
+    except KeyboardInterrupt:
+        stopped = "stopped; run the same command again to continue"
     for name in args.studies:
         print(f"{name}: {len(read_rows(name, TUNED))} rows", flush=True)
+    sys.exit(stopped or 0)
 
 
 if __name__ == "__main__":
