@@ -85,8 +85,8 @@ def load(
     val_fraction: fraction of the training set used as `val`, stratified by class
     split_seed: seed of the validation split and of `subset`; the test split does not depend on it
     image_size: side of the square images the network is given (default: their own; 224 for large image files)
-    check: whether published sizes and checksums are required, and every image of COCO and NUS-WIDE; without it, images
-        that are missing or damaged are left out. Generated smoke data may have any size
+    check: whether published sizes and checksums, and every image file, are required; without it, images that are
+        missing or damaged are left out. Generated smoke data may have any size
     subset: train_fraction, imbalance and label_noise, as in `Subset`
 
     A missing or damaged dataset is a DataError, which is a ValueError.

@@ -149,7 +149,10 @@ def load_folder(request: Request) -> Dataset:
 
 
 def load_tiny_imagenet(request: Request) -> Dataset:
-    """Tiny ImageNet: classes in the order of wnids.txt, named by words.txt; its validation part is the test set."""
+    """Tiny ImageNet: classes in the order of wnids.txt, named by words.txt; its validation part is the test set.
+
+    Images that cannot be used are an error, or with check=False left out.
+    """
     base = locate(TINY_IMAGENET, request.root, ["tiny-imagenet-200", "tiny-imagenet", "."], ["wnids.txt"])
     smoke, annotations = is_smoke(base), base / "val" / "val_annotations.txt"
     wnids = [plain_name(wnid, base / "wnids.txt") for wnid in read_lines(base / "wnids.txt")]
@@ -180,7 +183,8 @@ def load_tiny_imagenet(request: Request) -> Dataset:
         "train": _labelled(((f, of[w]) for w, files in train.items() for f in files), classes, base),
         "test": _labelled(((f, of.get(w, w)) for f, w in test), classes, base),
     }
-    about = Dataset("tiny-imagenet" + " (smoke)" * smoke, "files", classes, False, **splits)
+    splits, notes = usable(splits, base, request.check)
+    about = Dataset("tiny-imagenet" + " (smoke)" * smoke, "files", classes, False, **splits, notes=notes)
     data = image_dataset(about, request.image_size)
     # photographs: the authors' augmentation, and the statistics that pretrained networks expect
     return replace(data, augment=PRESETS["photo-crop"], **IMAGENET)
