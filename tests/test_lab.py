@@ -717,7 +717,7 @@ def test_ood_detection_is_in_the_summary_and_its_table(tmp_path):
     found = summary["metrics"]["ood_probability digits-mosaic"]
     assert all(80 < v <= 100 for h in found.values() for v in h["values"])
     assert "ood_learned digits-mosaic" not in summary["metrics"]  # softmax has learned no Gaussians
-    assert "AUROC %, probability, digits-mosaic" in means(summary).text()
+    assert "AUROC, probability, digits-mosaic %" in means(summary).text()
     run = tmp_path / "gsoftmax" / "seed-1"
     outputs, result = load_file(run / "outputs.safetensors"), runs.read_result(run)
     assert "ood_learned digits-mosaic" in result and len(outputs["x"]) == 500

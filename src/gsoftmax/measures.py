@@ -89,20 +89,12 @@ def find(key: str) -> Measure:
     key: of a result
 
     >>> find("dprime").title, find("ood_probability digits").title, find("loss").title
-    ('d′', 'AUROC %, probability, digits', 'loss')
+    ('d′', 'AUROC, probability, digits %', 'loss')
     """
     if key.startswith("ood_"):
         score, _, outside = key.removeprefix("ood_").partition(" ")
-        return _Detection(key, f"{score.replace('_', ' ')}, {outside}", percent=True)
+        return Measure(key, f"AUROC, {score.replace('_', ' ')}, {outside}", percent=True)
     return MEASURES.get(key) or Measure(key, key)
-
-
-class _Detection(Measure):
-    """AUROC of OOD detection with one score."""
-
-    @property
-    def title(self) -> str:
-        return f"AUROC %, {self.label}"
 
 
 def ordered(keys: Iterable[str]) -> tuple[str, ...]:
