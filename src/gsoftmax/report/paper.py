@@ -101,8 +101,8 @@ FIGURES = {
         _WRN["cifar10"],
         "all",
         "wide ResNet",
-        "The paper says that G-softmax is the highest in most classes of both sets, and L-softmax the lowest; it gives no "
-        "numbers.",
+        "The paper says that G-softmax is the highest in most classes of both sets, and L-softmax the lowest; "
+        "it gives no numbers.",
     ),
     "figure7": Figure(
         "class geometry of the first 10 classes of {data}",
@@ -540,7 +540,7 @@ def paper_tables(runs: str | os.PathLike[str]) -> list[Table]:
     tables = []
     for key, title in _TITLES.items():
         rows_of = [r for r in known.values() if r.table == key]
-        metrics = list(max((r.published for r in rows_of), key=len))  # the paper's columns
+        metrics = max((list(r.published) for r in rows_of), key=len)  # the paper's columns
         header = ["", *(f"{measures.find(m).label}{side}" for m in metrics for side in ("", ", ours"))]
         if len(metrics) == 1:
             header.append("difference")
