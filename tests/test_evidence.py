@@ -104,6 +104,18 @@ def test_the_words_of_the_first_page_say_what_the_rows_say():
         f"G-softmax and softmax are {apart:.1f} points apart",
     ):
         assert phrase in readme, phrase
+    page = " ".join((tables.ROOT / "docs" / "should-i-use-this.md").read_text("utf-8").split()).replace("−", "-")
+    scene = test("scene", "ASL", "BCE", "mAP")
+    f1 = {name: test(name, "ASL", "BCE", "C_F1_mean").difference for name in ("birds", "mosaic")}
+    for phrase in (
+        f"{chosen.difference:+.2f} points of error, between {chosen.low:+.2f} and {chosen.high:+.2f}",
+        f"{-adjusted.difference:.1f} points below softmax; G-softmax {-gaussian.difference:.1f} points below softmax",
+        "{:.1f} and {:.1f} points of error below softmax; ".format(*(-of["GCE"].difference for of in noisy))
+        + "G-softmax {:.1f} and {:.1f} points above softmax".format(*(of["G-softmax"].difference for of in noisy)),
+        f"ASL {medical.difference:+.1f} points on `medical`, {scene.difference:.1f} on `scene`",
+        f"`birds` {f1['birds']:+.1f}, `mosaic` {f1['mosaic']:.1f}",
+    ):
+        assert phrase in page, phrase
 
 
 def test_the_words_about_sensitivity_and_recipes_say_what_the_rows_say():
