@@ -162,6 +162,11 @@ def first_seeds(study: TunedStudy) -> dict[str, list[float]]:
     return found
 
 
+def has_gaussians(head: str) -> bool:
+    """Whether a head of the studies is G-softmax or another use of its Gaussians."""
+    return "G-softmax" in head or head in ("plausible labels", "margin in Φ")
+
+
 def shown_in_forest() -> list[tuple[str, str, Paired]]:
     """Study, head and its test against the reference: G-softmax, and the rival that is best on the validation split."""
     found = []
@@ -170,7 +175,7 @@ def shown_in_forest() -> list[tuple[str, str, Paired]]:
         reference, *others = study.heads
         metric = told["measure"]
         gaussian = [head for head in others if "G-softmax" in head and "adjustment" not in head][:1]
-        rivals = [head for head in others if "G-softmax" not in head]
+        rivals = [head for head in others if not has_gaussians(head)]
         if rivals:
             sign = -1 if measures.find(metric).smaller_is_better else 1
             gaussian.append(max(rivals, key=lambda head: sign * _validated(told["heads"][head])))

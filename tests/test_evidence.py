@@ -43,7 +43,7 @@ def test_the_words_of_the_first_page_say_what_the_rows_say():
     leads = {}  # by study and head with Gaussians: over the rival that it leads by least
     for name, study in answers.finished().items():
         metric = tuned.read(name)[0]["measure"]
-        uses = {head for head in study.heads if "G-softmax" in head or head in ("plausible labels", "margin in Φ")}
+        uses = {*filter(answers.has_gaussians, study.heads)}
         for head in uses:
             against = {rival: test(name, head, rival, metric) for rival in study.heads if rival not in uses}
             sign = -1 if measures.find(metric).smaller_is_better else 1
