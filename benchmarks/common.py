@@ -94,7 +94,7 @@ def provenance() -> dict[str, Any]:
         "load before": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
     }
-    for package in ("numpy", "triton", "liger-kernel", "cut-cross-entropy", "torchmetrics"):
+    for package in ("numpy", "triton", "liger-kernel", "cut-cross-entropy", "quack-kernels", "torchmetrics"):
         try:
             info[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -1,10 +1,12 @@
 """Speed on a GPU: `python -m benchmarks.gpu`.
 
-Forward and backward pass of the loss against plain cross entropy, by torch, by `torch.compile` and by Liger-Kernel; of
-small tables, where launching is all there is; and of the last linear layer with the loss, against torch, Liger-Kernel
-and cut-cross-entropy.  Peers are left out where they can't be imported.  Contenders take turns and medians are
-compared.  Bytes are counted as three passes over x (read, read, write) and compared with what a copy moves.
+Forward and backward pass of the loss against plain cross entropy, by torch, by `torch.compile`, by Liger-Kernel and by
+quack; of small tables, where launching is all there is; of the last linear layer with the loss, against torch,
+Liger-Kernel, quack and cut-cross-entropy; and the roads around the loss, each against what one would call without the
+term.  Peers are left out where they can't be imported.  Contenders take turns and medians are compared.  Bytes are
+counted as three passes over x (read, read, write) and compared with what a copy moves.
 
+    --only    some parts, written to a file of their own: small, losses, linears, roads
     --tune    which tile, how many warps, ... is fastest, for `gsoftmax.kernels.triton_ce.TUNED`
     --quick   fewer rounds
     --out     a folder for the JSON, other than results/
@@ -13,35 +15,55 @@ compared.  Bytes are counted as three passes over x (read, read, write) and comp
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
+import importlib
 import json
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.common import interleaved, provenance, table, verdict, write
-from gsoftmax import functional
+from gsoftmax import GaussianLogits, GSoftmaxHead, GSoftmaxLoss, MultiLabelGSoftmaxLoss, functional
 from gsoftmax.checks import Options
+from gsoftmax.sharded import ShardedGSoftmaxHead
 
 GIB = 2**30
-# rows, classes, dtype, most allowed time over the fastest plain cross entropy, least share of copy bandwidth
+# rows, classes, dtype, most allowed time over the fastest plain cross entropy, least share of copy bandwidth, most ms
 LOSSES = [
-    (8192, 32000, torch.bfloat16, 1.10, None),
-    (8192, 128256, torch.bfloat16, 1.10, 0.60),
-    (1024, 1000000, torch.bfloat16, 1.10, 0.60),
-    (4096, 32000, torch.float32, 1.10, None),
+    (8192, 32000, torch.bfloat16, 1.10, None, None),
+    (8192, 128256, torch.bfloat16, 1.10, 0.60, 2.1),
+    (1024, 1000000, torch.bfloat16, 1.10, 0.60, None),
+    (4096, 32000, torch.float32, 1.10, None, None),
 ]
 # rows, classes, most allowed time over F.cross_entropy
 SMALL = [(128, 10, 2.0), (1024, 1000, 2.0)]
-# rows, features, classes, most allowed time over linear and F.cross_entropy, most extra memory in GiB
-LINEARS = [(8192, 2048, 128256, 1.10, 2.0), (4096, 512, 1000000, 0.95, 3.0)]
+# rows, features, classes, most allowed time over linear and F.cross_entropy, most extra memory in GiB, and most allowed
+# time over the matrix products alone
+LINEARS = [(8192, 2048, 128256, 1.10, 2.0, 1.10), (4096, 512, 1000000, 0.95, 3.0, None)]
+# road, rows, classes or labels, most allowed time over the peer's, most extra memory over the peer's; all of bfloat16
+ROADS = [
+    ("attach", 8192, 32000, 1.6, None),
+    ("attach", 4096, 128256, 1.6, None),
+    ("predict_proba", 8192, 128256, 1.3, 1.05),
+    ("paired", 4096, 20000, 2.2, None),
+    ("msml", 4096, 20000, 1.3, None),
+    ("sharded", 8192, 128256, 1.15, None),
+]
+# What one would call without the term; of the sharded head on one process, the head that is not sharded.
+PEERS = {
+    "attach": "cross entropy", "predict_proba": "softmax", "paired": "BCE, compiled", "msml": "BCE, compiled",
+    "sharded": "whole head",
+}  # fmt: skip
+FEATURES = 2048  # of the sharded head
 
 Contenders = dict[str, Callable[[], Any]]
 
@@ -129,20 +151,12 @@ def clean() -> None:
 # ------------------------------------------------------------------------------------------------------------ the peers
 
 
-def liger() -> Any:
+def peer(module: str, name: str) -> Any:
+    """A function of another library, None where it cannot be imported."""
     try:
-        from liger_kernel.transformers import functional as found
-    except Exception:
+        return getattr(importlib.import_module(module), name)
+    except Exception:  # a library for other GPUs may fail in its own way
         return None
-    return found
-
-
-def cut_cross_entropy() -> Any:
-    try:
-        from cut_cross_entropy import linear_cross_entropy as found
-    except Exception:
-        return None
-    return found
 
 
 # ------------------------------------------------------------------------------------------------------------- the loss
@@ -178,16 +192,20 @@ def loss_contenders(n: int, c: int, dtype: torch.dtype, compiled: bool = True) -
     }
     if compiled:
         found["cross entropy, compiled"] = step(torch.compile(F.cross_entropy, dynamic=False), x)
-    if liger() is not None:
+        formula = torch.compile(functional.gsoftmax_cross_entropy, dynamic=False)
+        found["formula, compiled"] = step(formula, x, mu, sigma, impl="plain")
+    if liger := peer("liger_kernel.transformers.functional", "liger_cross_entropy"):
         # It writes the gradient over its input, so it gets fresh outputs each time, before the clock starts.
         held = x.detach().clone().requires_grad_()
-        found["cross entropy, Liger"] = run = step(liger().liger_cross_entropy, held)
+        found["cross entropy, Liger"] = run = step(liger, held)
         run.prepare = lambda: held.data.copy_(x.data)  # type: ignore[attr-defined]
+    if quack := peer("quack.cross_entropy", "cross_entropy"):
+        found["cross entropy, quack"] = step(quack, x, reduction="mean")
     return found
 
 
 def bench_losses(clock: Clock, copy: float, quick: bool) -> Iterator[dict[str, Any]]:
-    for n, c, dtype, bound, share_bound in LOSSES:
+    for n, c, dtype, bound, share_bound, ms_bound in LOSSES:
         clean()
         say(f"\nloss, {name_of(n, c, dtype=dtype)}")
         contenders = working(loss_contenders(n, c, dtype))
@@ -217,6 +235,8 @@ def bench_losses(clock: Clock, copy: float, quick: bool) -> Iterator[dict[str, A
                 "peer": "three passes", "peer ms": passes / copy * 1e3, "ratio": share, "bound": share_bound,
                 "verdict": "PASS" if share >= share_bound else f"MISSED (at least {share_bound:g})",
             }  # fmt: skip
+        if ms_bound:
+            yield row("loss, ms", name_of(n, c, dtype=dtype), times, "G-softmax", best, ours * 1e3, ms_bound)
 
 
 def kernel_times(clock: Clock, n: int, c: int, dtype: torch.dtype) -> list[float]:
@@ -373,10 +393,16 @@ def linear_contenders(n: int, d: int, c: int) -> Contenders:
         "linear + cross entropy": step(lambda: F.cross_entropy(F.linear(h, weight), target)),
         "matrix products alone": lambda: products(h, weight),
     }
-    if liger() is not None:
-        found["Liger"] = step(lambda: liger().liger_fused_linear_cross_entropy(h, weight, target))
-    if cut_cross_entropy() is not None:
-        found["cut-cross-entropy"] = step(lambda: cut_cross_entropy()(h, weight, target))
+    for name, module, function in (
+        ("Liger", "liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"),
+        ("cut-cross-entropy", "cut_cross_entropy", "linear_cross_entropy"),
+        ("quack", "quack.linear_cross_entropy", "chunked_linear_cross_entropy"),
+    ):
+        if loss := peer(module, function):
+            found[name] = step(functools.partial(loss, h, weight, target))
+    if options := peer("torch.nn", "LinearCrossEntropyOptions"):
+        in_chunks = functools.partial(F.linear_cross_entropy, options=options())
+        found["torch, in chunks"] = step(functools.partial(in_chunks, h, weight, target))
     return found
 
 
@@ -388,7 +414,7 @@ def products(h: Tensor, weight: Tensor) -> None:
 
 
 def bench_linears(clock: Clock, quick: bool) -> Iterator[dict[str, Any]]:
-    for n, d, c, bound, memory_bound in LINEARS:
+    for n, d, c, bound, memory_bound, products_bound in LINEARS:
         clean()
         say(f"\nlinear layer and loss, {name_of(n, d, c, dtype=torch.bfloat16)}")
         contenders = working(linear_contenders(n, d, c))
@@ -406,6 +432,85 @@ def bench_linears(clock: Clock, quick: bool) -> Iterator[dict[str, Any]]:
             "peer ms": times[peer].median * 1e3, "ratio": memory[ours], "bound": memory_bound,
             "verdict": verdict(memory[ours], memory_bound),
         }  # fmt: skip
+        if products_bound:
+            peer = "matrix products alone"
+            ratio = times[ours].median / times[peer].median
+            yield row("linear, over the products", name_of(n, d, c), times, ours, peer, ratio, products_bound)
+
+
+# -------------------------------------------------------------------------------------------- the roads around the loss
+
+
+def road_contenders(road: str, n: int, c: int) -> Contenders:
+    """Name to one forward and backward pass, or to one prediction, with the term and without."""
+    x, target, *_ = data(n, c, torch.bfloat16)
+
+    def step(loss: Callable[[], Tensor], *leaves: Tensor, compiled: bool = False) -> Callable[[], None]:
+        loss = torch.compile(loss, dynamic=False) if compiled else loss
+
+        def run() -> None:
+            loss().backward()
+            for v in leaves:
+                v.grad = None
+
+        return run
+
+    if road == "predict_proba":
+        x, of_loss = x.detach(), GSoftmaxLoss(c, device="cuda").requires_grad_(False)
+        return {
+            "G-softmax": lambda: of_loss.predict_proba(x),
+            "formula, compiled": functools.partial(torch.compile(of_loss.predict_proba, dynamic=False), x),
+            "softmax": lambda: torch.softmax(x, 1),
+        }
+    if road == "sharded":
+        h = torch.randn(n, FEATURES, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        heads = {
+            name: head(FEATURES, c, bias=False, device="cuda", dtype=torch.bfloat16)
+            for name, head in (("G-softmax", ShardedGSoftmaxHead), ("whole head", GSoftmaxHead))
+        }
+        return {
+            name: step(functools.partial(head.loss, h, target), h, *head.parameters()) for name, head in heads.items()
+        }
+    if road == "attach":
+        layer = GaussianLogits(c, device="cuda")
+        ours, leaves, name = lambda: F.cross_entropy(layer(x), target), (x, *layer.parameters()), "cross entropy"
+        plain = functools.partial(F.cross_entropy, x, target)
+    else:
+        labels = torch.randint(2, (n, c), device="cuda").to(torch.bfloat16)
+        loss = MultiLabelGSoftmaxLoss(c, form=road, device="cuda")
+        outputs = data(n, c if road == "msml" else 2 * c, torch.bfloat16)[0]
+        ours, leaves, name = functools.partial(loss, outputs, labels), (outputs, *loss.parameters()), "BCE"
+        plain = functools.partial(F.binary_cross_entropy_with_logits, x, labels)
+    return {
+        "G-softmax": step(ours, *leaves),
+        "formula, compiled": step(ours, *leaves, compiled=True),
+        name: step(plain, x),
+        f"{name}, compiled": step(plain, x, compiled=True),
+    }
+
+
+def bench_road(
+    clock: Any, quick: bool, road: str, n: int, c: int, bound: float, memory_bound: float | None
+) -> Iterator[dict[str, Any]]:
+    clean()
+    size, ours, peer = name_of(n, c, dtype=torch.bfloat16), "G-softmax", PEERS[road]
+    if road == "sharded":
+        size = name_of(n, FEATURES, c, dtype=torch.bfloat16)
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    say(f"\n{road}, {size}")
+    contenders = working(road_contenders(road, n, c))
+    times = interleaved(contenders, seconds=1.0 if quick else 3.0, clock=clock)
+    memory = {name: peak(run) for name, run in contenders.items()}
+    for name, t in times.items():
+        say(f"  {name:28s} {t.median * 1e3:8.3f} ms, extra {memory[name]:6.2f} GiB")
+    found = row(road, size, times, ours, peer, times[ours].median / times[peer].median, bound)
+    for name in times:
+        found["details"][name]["extra GiB"] = memory[name]
+    yield found
+    if memory_bound:
+        yield row(f"{road}, memory", size, times, ours, peer, memory[ours] / memory[peer], memory_bound)
+    if road == "sharded":
+        dist.destroy_process_group()
 
 
 # --------------------------------------------------------------------------------------------------------------- tuning
@@ -552,30 +657,40 @@ def tune_linear(deadline: float) -> list[dict[str, Any]]:
 # ----------------------------------------------------------------------------------------------------------------- main
 
 
-def bench(quick: bool, folder: Path | None) -> None:
-    """Every claim in turn; what is measured is saved at once."""
+PARTS: dict[str, Callable[[Any, float, bool], list[Iterator[dict[str, Any]]]]] = {
+    "small": lambda clock, _, quick: [bench_small(clock, quick)],
+    "losses": lambda clock, copy, quick: [bench_losses(clock, copy, quick)],
+    "linears": lambda clock, _, quick: [bench_linears(clock, quick)],
+    "roads": lambda clock, _, quick: [bench_road(clock, quick, *which) for which in ROADS],
+}
+
+
+def bench(quick: bool, folder: Path | None, only: Sequence[str]) -> None:
+    """Every claim in turn; what is measured is saved at once, some parts alone under a name of their own."""
+    file = "-".join(["bench-gpu", *only])
     clock = Clock()
     copy = copy_bandwidth(clock)
     say(f"copy bandwidth {copy / 1e12:.2f} TB/s, read and written")
     rows: list[dict[str, Any]] = []
     payload = {"provenance": provenance(), "copy bytes per second": copy, "rows": rows}
-    for part in (bench_small(clock, quick), bench_losses(clock, copy, quick), bench_linears(clock, quick)):
+    for part in [part for name in only or PARTS for part in PARTS[name](clock, copy, quick)]:
         try:
             for measured in part:
                 rows.append(measured)
-                save("bench-gpu", payload, folder)
+                save(file, payload, folder)
         except Exception:
             say(traceback.format_exc())
             rows.append({"claim": "interrupted by an error", "size": "", "ours ms": None, "peer": "", "peer ms": None,
                          "ratio": None, "bound": None, "verdict": "MISSED"})  # fmt: skip
     say("\n" + table([{k: v for k, v in row.items() if k != "details"} for row in rows]))
-    save("bench-gpu", payload, folder)
+    save(file, payload, folder)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--tune", action="store_true", help="find the fastest tiles instead")
     parser.add_argument("--bench", action="store_true", help="speed (what happens without --tune)")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=[], help="these parts")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--out", type=Path, help="folder for the JSON instead of results/")
     parser.add_argument("--seconds", type=float, default=540, help="when --tune must come to an end")
@@ -590,7 +705,7 @@ def main() -> int:
     if options.tune:
         save("tune-gpu", {"provenance": provenance(), "times": tune(deadline)}, options.out)
     if options.bench or not options.tune:
-        bench(options.quick, options.out)
+        bench(options.quick, options.out, options.only)
     return 0
 
 
