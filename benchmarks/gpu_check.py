@@ -2,8 +2,8 @@
 
 Loss and gradients of the kernels against float64, in every option, at sizes that do not divide the tiles and at the
 largest ones, with outputs filled with NaN beforehand; then bit-identical repetition, no GPU synchronization, CUDA
-graphs, compiled code, extreme values and second derivatives; and the linear layer in one.  A line for each, status 1
-where one fails.
+graphs, compiled code, extreme values and second derivatives; the linear layer in one; and z, p, the loss of several
+labels and the sharded head.  A line for each, status 1 where one fails.
 """
 
 from __future__ import annotations
@@ -13,14 +13,23 @@ import gc
 import math
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu import LOSSES, data, name_of, say
 from gsoftmax import equations, functional
+from gsoftmax.checks import MULTILABEL_FORMS
+from gsoftmax.sharded import ShardedGSoftmaxHead
+from gsoftmax.sharded.loss import TILE
+
+# Of x for z and p: rows of one tile and of several, images, and those of the benchmark.
+TERMS = [(37, 11), (70, 1003), (33, 9001), (300, 50257), (3, 17, 5, 7), (2048, 128256)]
+LABELS = [(37, 11), (70, 1003), (4096, 20000)]  # rows, labels
+HALF_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Checks:
@@ -119,6 +128,9 @@ def check() -> Checks:
     check_sizes(checks)
     check_behaviour(checks)
     check_linear(checks)
+    check_terms(checks)
+    check_labels(checks)
+    check_sharded(checks)
     say(f"\n{checks.passed} passed, {len(checks.failed)} failed")
     for name in checks.failed:
         say("FAILED", name)
@@ -339,6 +351,110 @@ def check_linear(checks: Checks) -> None:
                 ]  # fmt: skip
                 checks(name, max(off) < limit, " ".join(f"{o:.1e}" for o in off))
             linear.CHUNK.update(usual)
+
+
+def compare(
+    checks: Checks, name: str, f: Callable[..., Tensor], inputs: Sequence[Tensor], scale: float = 1.0
+) -> list[Tensor]:
+    """The value of `f` of x, mu and sigma and its gradients, by kernels and in float64; every time the same bits."""
+    x, mu, sigma = inputs
+    grad, seen = None, []
+    for _ in range(2):  # the second time the launcher remembers what it compiled
+        leaves = [v.detach().requires_grad_() for v in inputs]
+        with poisoned():
+            out = f(*leaves)
+            grad = torch.randn(out.shape, device="cuda").to(out.dtype) if grad is None else grad
+            out.backward(grad)
+        seen.append([out.detach(), *(v.grad for v in leaves)])
+    wide = [v.detach().double().requires_grad_() for v in inputs]
+    out = f(*wide)
+    out.backward(grad.double())
+    fine, words = errors(seen[0], [out.detach(), *(v.grad for v in wide)], x.dtype, scale)
+    checks(name, fine and all(torch.equal(a, b) for a, b in zip(*seen, strict=True)), words)
+    return [seen[0][0], out.detach()]
+
+
+def check_terms(checks: Checks) -> None:
+    for dtype in HALF_OR_SINGLE:
+        for shape in TERMS:
+            for layout in ("rows", "columns"):
+                _, _, mu, sigma = (v.detach() for v in data(1, shape[1], dtype, seed=sum(shape)))
+                x = 3 * torch.randn(shape, device="cuda")
+                x = x.to(dtype) if layout == "rows" else x.to(dtype).transpose(0, 1).contiguous().transpose(0, 1)
+                for what, f in (("z", functional.gsoftmax_logits), ("p", functional.gsoftmax)):
+                    name = f"{what}, {layout}, {name_of(*shape, dtype=dtype)}"
+                    with checks.part(name):
+                        seen, exact = compare(checks, name, f, (x, mu, sigma))
+                        if what == "z":  # in float32, whatever x is
+                            checks(f"{name}, digits", bool(((seen - exact).abs() <= 1e-6 * (exact.abs() + 1)).all()))
+                gc.collect()
+                torch.cuda.empty_cache()
+
+
+def check_labels(checks: Checks) -> None:
+    options = [
+        {}, {"reduction": "sum"}, {"reduction": "none", "label_smoothing": 0.1}, {"reduction": "batchmean", "lam": 4.0},
+        {"weights": True, "label_smoothing": 0.2}, {"weights": True, "reduction": "none"}, {"gaussians": None},
+    ]  # fmt: skip
+    for dtype in HALF_OR_SINGLE:
+        for n, labels in LABELS:
+            # a sum over millions of labels is beyond float16
+            few = [o for o in options if dtype is not torch.float16 or n < 1000 or o.get("reduction") != "sum"]
+            for form, o in ((form, o) for form in MULTILABEL_FORMS for o in few):
+                name = f"{form}, {', '.join(map(str, o.items())) or 'plain'}, {name_of(n, labels, dtype=dtype)}"
+                with checks.part(name):
+                    one = form == "msml"
+                    x, _, mu, sigma = (v.detach() for v in data(n, labels if one else 2 * labels, dtype, seed=n))
+                    target = torch.randint(2, (n, labels), device="cuda")
+                    target[torch.rand(n, labels, device="cuda") < 0.2] = -100
+                    given = {k: v for k, v in o.items() if k not in ("weights", "gaussians")}
+                    if o.get("weights"):
+                        given |= {k: torch.rand(labels, device="cuda") + 0.1 for k in ("weight", "pos_weight")}
+
+                    def f(x, mu, sigma, form=form, target=target, given=given, o=o, labels=labels) -> Tensor:
+                        if form == "msml":
+                            outputs, gaussians = (x, None), (mu, sigma)
+                        else:
+                            (x_neg, x_pos), (m_neg, m_pos), (s_neg, s_pos) = (
+                                v.split(labels, -1) for v in (x, mu, sigma)
+                            )
+                            outputs, gaussians = (x_pos, x_neg), (m_pos, s_pos, m_neg, s_neg)
+                        gaussians = None if "gaussians" in o else gaussians
+                        loss = functional.multilabel_cross_entropy(
+                            *outputs, target, form=form, gaussians=gaussians, **given
+                        )
+                        # without Gaussians their gradient is 0
+                        return loss + 0 * (mu.sum() + sigma.sum()).to(loss.dtype)
+
+                    compare(checks, name, f, (x, mu, sigma), 1 / n)
+                gc.collect()
+                torch.cuda.empty_cache()
+
+
+def check_sharded(checks: Checks) -> None:
+    """The sharded head on one process, in several tiles of rows and classes and in one."""
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    usual = dict(TILE)
+    n, d, c = 300, 64, 5003
+    for tile in (usual["cuda"], (1 << 16, 1 << 10)):
+        for o in ({}, {"reduction": "none"}, {"label_smoothing": 0.1}, {"reduction": "sum"}):
+            name = f"sharded, {', '.join(map(str, o.items())) or 'plain'}, tiles of {tile}"
+            with checks.part(name):
+                TILE["cuda"] = tile
+                torch.manual_seed(0)
+                head = ShardedGSoftmaxHead(d, c, device="cuda", mu=0.2, sigma=0.7)
+                h, target = torch.randn(n, d, device="cuda"), torch.randint(c, (n,), device="cuda")
+                target[3] = -100
+                results = []
+                for of, inputs in ((head, h.clone()), (head.unsharded().double(), h.double())):
+                    loss = of.loss(inputs.requires_grad_(), target, **o)
+                    loss.backward(torch.ones_like(loss))
+                    gradients = (getattr(p.grad, "to_local", lambda g=p.grad: g)() for p in of.parameters())
+                    results.append([loss.detach(), inputs.grad, *gradients])
+                off = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(*results, strict=True)]
+                checks(name, max(off) < 5e-6, " ".join(f"{v:.1e}" for v in off))
+    TILE.update(usual)
+    dist.destroy_process_group()
 
 
 def main() -> int:
