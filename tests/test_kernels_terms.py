@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import shutil
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -613,6 +616,67 @@ def test_no_term_is_the_loss_without_one() -> None:
 
 
 # ------------------------------------------------------------------------------ Triton, on a GPU or in its interpreter
+
+
+COMPILE = """
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from gsoftmax.checks import MULTILABEL_FORMS, LabelOptions
+from gsoftmax.kernels import triton_terms
+
+kinds = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64", torch.uint8: "u8"}
+made = []
+
+def compile_only(call, kernel, programs, arrays, numbers, warps):
+    signature, constants, attributes = {}, {}, {}
+    for i, (p, v) in enumerate(zip(kernel.params, (*arrays, *numbers), strict=True)):
+        if p.is_constexpr or v is None or (type(v) is int and v == 1 and not p.do_not_specialize):
+            signature[p.name], constants[(i,)] = "constexpr", v
+            continue
+        array = isinstance(v, torch.Tensor)
+        signature[p.name] = "*" + kinds[v.dtype] if array else "fp32" if isinstance(v, float) else "i32"
+        if not p.do_not_specialize and (array or (isinstance(v, int) and v % 16 == 0)):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    made.append(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}))
+    assert made[-1].asm["cubin"] and "atom." not in made[-1].asm["ptx"]
+
+triton_terms.launch, triton_terms.processors = compile_only, lambda device: 132
+
+def empty(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+need = (True, True, True)
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for n, c in ((8192, 128256), (256, 1000)):
+        x, gaussians = empty(n, c, dtype=dtype), (empty(c), empty(c), 1.0)
+        triton_terms.logits(x, *gaussians)
+        triton_terms.logits_backward(empty(n, c), x, *gaussians, need)
+        triton_terms.probabilities(x, *gaussians)
+    for form in MULTILABEL_FORMS:
+        outputs, options = 20000 if form == "msml" else 40000, LabelOptions(form)
+        x, gaussians = empty(4096, outputs, dtype=dtype), (empty(outputs), empty(outputs), 1.0)
+        triton_terms.multilabel(x, empty(4096, 20000, dtype=torch.int64), *gaussians, options, need)
+for target in (torch.bool, torch.float32, torch.bfloat16):
+    options = LabelOptions("printed", empty(80), empty(80), -100, "none", 0.1)
+    arrays = empty(128, 160), empty(128, 80, dtype=target), empty(160), empty(160), 1.0
+    triton_terms.multilabel(*arrays, options, need, empty(128, 80))
+print("compiled", len(made))
+"""
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_a_gpu_that_is_not_there(tmp_path) -> None:
+    """As it would be launched on an H200; the interpreter accepts what the compiler does not."""
+    pytest.importorskip("triton.backends.nvidia", reason="Triton is not installed, or has no compiler for NVIDIA")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-W", "ignore", "-c", COMPILE]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == "compiled 48\n"
 
 
 @pytest.fixture(params=["its own tiles", "small tiles"])
