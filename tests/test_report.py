@@ -659,6 +659,8 @@ def test_outputs_of_two_models_make_a_page_tables_and_figures(tmp_path):
     assert float(rows[4]["compactness"]) == pytest.approx(1 / x[y == 2, 2].std(), rel=1e-9)
     shown = report.terminal(doc)
     assert doc["verdicts"][0][:40] in shown and EVIL in shown and "paired over images" in shown
+    few = report.terminal(doc, most=2)  # of every table of classes, not of the others
+    assert "... and 8 more rows on the page." in few and shown.count("\nECE % ") == few.count("\nECE % ") == 1
     with pytest.raises(ValueError, match="class 'nobody' is not among the 5 classes"):
         report.write(doc, tmp_path / "out", name="nobody")
     with pytest.raises(ValueError, match="tables must be of md, tex, csv, txt, got 'doc'"):

@@ -107,12 +107,12 @@ def write_paper_tables(
 def terminal(doc: Document, most: int = 12) -> str:
     """The verdicts, the notes and the tables for a terminal.
 
-    doc, most: the document, and the rows shown of a table
+    doc, most: the document, and the rows shown of a table of classes
     """
     missing = [f"incomplete: {doc['incomplete']}"] if doc["incomplete"] else []
     sentences = [*missing, *doc["verdicts"], *(f"note: {note}" for note in doc["notes"] if note not in doc["verdicts"])]
     parts = [textwrap.fill(table_room.plain(s), 100, subsequent_indent="  ") for s in sentences]
     for table in of_document(doc):
         more = f"... and {len(table.rows) - most:,} more rows on the page. {table.note}".strip()
-        parts += ["", table.first(most, more).text()]
+        parts += ["", (table.first(most, more) if table.header[0] == "class" else table).text()]
     return "\n".join(parts)

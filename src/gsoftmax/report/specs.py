@@ -493,7 +493,7 @@ def features(row: Mapping[str, Any], classes: Sequence[str], cls: str = "cls") -
     points = _steps({"flatten": ["c", "u", "v"]}, named)
     fields = {"flatten": ["c", "mu", "mv"], "as": ["c", "u", "v"]}
     means = _steps(_calc(c="sequence(length(datum.mu))"), fields, "isValid(datum.u)", named)
-    opacity = {"opacity": {"condition": {"test": chosen, "value": 0.95}, "value": 0.6}}
+    opacity = {"opacity": {"condition": {"test": chosen, "value": 0.95}, "value": 0.6 if few else 0.4}}
     diamond = {"type": "point", "shape": "diamond", "filled": True, "size": 130, "opacity": 1, "stroke": "white"}
     label = {"type": "text", "dy": -12, "fontSize": 12, "limit": 90, "color": "currentColor"}
     text = {"x": x, "y": y, "text": {"field": "name"}}

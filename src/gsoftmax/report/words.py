@@ -7,7 +7,7 @@ from typing import Any
 
 from .. import measures, summary
 
-_ONE = "This is about these trained models; whether a method is better needs several seeds of each."
+_ONE = "This is about these trained models; to compare methods, train each with several seeds."
 
 
 # What a measure means, in a line.
