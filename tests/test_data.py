@@ -491,7 +491,7 @@ def test_unreadable_images_are_counted_and_left_out(tree, tmp_path, size):
         data.load(spec, image_size=size)
     assert str(found.value) == f"{tmp_path}: {what}; check=false leaves them out"
     rest = data.load(spec, image_size=size, check=False)
-    assert len(rest.train) == 5 and rest.notes == ("2 of 7 train images are left out (1 empty, 1 damaged)",)
+    assert len(rest.train) == 5 and rest.notes == ("2 of 7 train images left out (1 empty, 1 damaged)",)
 
 
 # csv

@@ -305,8 +305,8 @@ def test_coco_without_some_images(spec, tmp_path):
     assert line(spec, tmp_path) == f"{base}: {first} and {second}: {hint}"
     rest = data.load(spec, tmp_path, check=False)
     assert rest.notes == (
-        "3 of 5 train images are left out (1 missing, 1 empty, 1 damaged)",
-        "1 of 3 test images are left out (1 missing)",
+        "3 of 5 train images left out (1 missing, 1 empty, 1 damaged)",
+        "1 of 3 test images left out (1 missing)",
     )
     for part, kept in (("train", [0, 3]), ("test", [1, 2])):
         assert rest.split(part).x == tuple(whole.split(part).x[i] for i in kept)
@@ -426,8 +426,8 @@ def test_nuswide_without_some_images(option, write, tmp_path):
     assert rest.train.x == whole.train.x[:-2] and torch.equal(rest.train.y, whole.train.y[:-2])
     assert rest.test.x == whole.test.x[:-1] and torch.equal(rest.test.y, whole.test.y[:-1])
     left_out = (
-        f"2 of {total} train images are left out (1 empty, 1 missing)",
-        f"1 of {tests} test images are left out (1 damaged)",
+        f"2 of {total} train images left out (1 empty, 1 missing)",
+        f"1 of {tests} test images left out (1 damaged)",
     )
     unlabelled = ("1 of 2 train images have no label", "1 of 2 test images have no label")  # of those that stay
     assert rest.notes == left_out + (unlabelled if write is official else ())

@@ -413,6 +413,7 @@ def _compare(args: argparse.Namespace) -> None:
     """Train heads under identical conditions over several seeds, and report what changed.
 
     examples:
+      gsoftmax compare folder:photos                      # photos/<class>/*.jpg; also csv:labels.csv, npz:table.npz
       gsoftmax compare digits --heads 'softmax,gsoftmax(lam=4,gaussians=tracked)' --seeds 10 --out runs/tracked
       gsoftmax compare digits --tune 12 --heads 'softmax,gsoftmax(lam=0.5|1|4|16)'      # every head tuned alike
     """
@@ -651,8 +652,8 @@ def _predict(args: argparse.Namespace) -> None:
     """Classify images, or the rows of a table, with the model of a finished run.
 
     examples:
-      gsoftmax predict runs/photos cat.jpg more-photos
-      gsoftmax predict runs/photos more-photos --top 1 --format csv > classes.csv
+      gsoftmax predict runs/photos/softmax/seed-0 cat.jpg more-photos
+      gsoftmax predict runs/photos/softmax/seed-0 more-photos --top 1 --format csv > classes.csv
       gsoftmax predict runs/table rows.csv                 # for a table .csv, or .npz with an array x
     """
     models, ticker = gsoftmax.models, _ticker()
@@ -675,8 +676,8 @@ def _export(args: argparse.Namespace) -> None:
     """Write the model of a finished run as one file, from pixels to probabilities, that runs without this package.
 
     examples:
-      gsoftmax export runs/photos photos.onnx
-      gsoftmax export runs/photos photos.pt2               # for torch.export.load
+      gsoftmax export runs/photos/softmax/seed-0 photos.onnx
+      gsoftmax export runs/photos/softmax/seed-0 photos.pt2     # for torch.export.load
     """
     model = gsoftmax.models.load(args.run_folder, head=args.head)
     gsoftmax.models.export(model, args.path)

@@ -285,7 +285,7 @@ def usable(splits: Splits, where: Path, check: bool) -> tuple[Splits, tuple[str,
         if counts:
             kinds = ", ".join(f"{count:,} {kind}" for kind, count in counts.items())
             share = f"{counts.total():,} of {len(split):,} {part} images"
-            notes.append(f"{share} are left out ({kinds})")
+            notes.append(f"{share} left out ({kinds})")
             first = os.path.relpath(split.x[found.index(next(filter(None, found)))], where)
             errors.append(f"{share} cannot be used ({kinds}), first {first}")
     empty = [part for part in kept if not len(kept[part])]
