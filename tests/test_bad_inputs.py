@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 
-from gsoftmax import build, cli, compare, data, recipes
+from gsoftmax import cli, compare, data, recipes
 from gsoftmax.config import Config
 from gsoftmax.data import smoke
 from tests.writers import write_cifar_archive
@@ -49,8 +49,6 @@ def refused(tmp_path, capsys, monkeypatch) -> Iterator[Callable[..., str]]:
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     threads = torch.get_num_threads()
-    for cached in (build.read_cached, build.load_cached):
-        cached.cache_clear()  # files of one name differ from test to test
     earlier = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("no answer after 5 minutes"))
 
     def run(*argv: str, says: str = "") -> str:

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from gsoftmax import build, cli, compare, config, data, heads, recipes, reproduce
+from gsoftmax import cli, compare, config, data, heads, recipes, reproduce
 from gsoftmax.report import figures, paper
 
 ROOT = Path(__file__).parents[1]
@@ -96,8 +96,6 @@ def runnable(text: str) -> list[Block]:
 @pytest.mark.parametrize("page", [page for page, text in FOUND.items() if runnable(text)])
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for cached in (build.read_cached, build.load_cached):
-        cached.cache_clear()  # files of one name differ from page to page
     monkeypatch.setattr(os, "cpu_count", lambda: 1)  # the runs of a comparison in this process
     # Eager: the whole graph is still captured, without minutes of code generation.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))

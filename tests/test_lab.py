@@ -547,6 +547,9 @@ def test_commands(tmp_path, capsys, monkeypatch):
     assert "No verdict: with one seed, a difference between heads cannot be told from one between seeds." in one
     seeds = [next(n for n in range(2, 99) if paired_power(n, 0.5 / sd) >= 0.8) for sd in (0.25, 0.5, 1.0)]
     assert "takes {}, {} or {} seeds if".format(*seeds) in one
+    for command in (["evaluate", "o"], ["predict", "o", "rows.csv"], ["export", "o", "o.onnx"]):
+        status, _, err = run(capsys, *command)
+        assert status == 2 and err.endswith(", did you mean o/gsoftmax/seed-0\n") and err.count("\n") == 1
 
     options = ["epochs=3", "head=gsoftmax", "head_options.lam=0.5", "threads=1"]
     status, out, _ = run(capsys, "train", "digits", *options, "--out", "t")
@@ -819,7 +822,5 @@ def test_runs_of_different_data_are_not_put_side_by_side(tmp_path):
             data=f"npz:{tmp_path / 'table.npz'}", head=head, epochs=1, batch_size=20, threads=1, device="cpu"
         )
         train.train(config, tmp_path / head)
-        for cached in (build.read_cached, build.load_cached, build._fingerprint):
-            cached.cache_clear()  # as in another process
     with pytest.raises(ValueError, match="were trained on different data"):
         report.from_runs([tmp_path / "softmax", tmp_path / "gsoftmax"])

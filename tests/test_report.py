@@ -20,7 +20,7 @@ import vl_convert
 from safetensors.torch import load_file, save_file
 from scipy.special import expit, softmax
 
-from gsoftmax import build, evaluation, files, geometry, report, runs
+from gsoftmax import evaluation, files, geometry, report, runs
 from gsoftmax.config import Config, parse_head
 from gsoftmax.functional import gsoftmax
 from gsoftmax.report import examples, figures, page, pictures, tables, words
@@ -618,8 +618,6 @@ def test_examples_have_pictures_while_the_data_is_there(tmp_path, size, kind):
     text = report.write(report.from_runs(runs_), tmp_path / "out")[0].read_text("utf-8")
     assert text.count('<img src="data:image') == 6 and "oak<b>" not in text.replace("oak&lt;b&gt;", "")
     shutil.rmtree(tmp_path / "photos")  # as on another machine
-    build.read_cached.cache_clear()
-    build.load_cached.cache_clear()
     doc = report.from_runs(runs_)
     assert doc["examples"]["pictures"] == {} and "photos" in doc["examples"]["missing"]
     text = report.write(doc, tmp_path / "out")[0].read_text("utf-8")

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -39,6 +39,8 @@ from .files import sha256
 from .gaussians import param_groups
 from .messages import first_line, unknown
 
+P = ParamSpec("P")
+R = TypeVar("R")
 WHOLE = Subset()
 
 # --------------------------------------------------------------------------------------------------- data and device
@@ -76,13 +78,28 @@ def cudnn_algorithms(deterministic: bool) -> Iterator[None]:
         cudnn.benchmark, cudnn.deterministic = before
 
 
-@functools.lru_cache(maxsize=4)
+def _cached(size: int) -> Callable[[Callable[Concatenate[str, P], R]], Callable[Concatenate[str, P], R]]:
+    """A cache for functions of a dataset's spec, which forgets when the file that the spec names is written again."""
+
+    def decorate(function: Callable[Concatenate[str, P], R]) -> Callable[Concatenate[str, P], R]:
+        held: Any = functools.lru_cache(size)(lambda _, *args, **options: function(*args, **options))
+
+        @functools.wraps(function)
+        def call(spec: str, /, *args: P.args, **options: P.kwargs) -> R:
+            return held(data_room.stamp(spec), spec, *args, **options)
+
+        return call
+
+    return decorate
+
+
+@_cached(4)
 def read_cached(spec: str, root: str | None, image_size: int | None = None, check: bool = True) -> data_room.Source:
     """A dataset before anything is drawn from it, cached across draws: files are read once."""
     return data_room.read(spec, root, image_size, check)
 
 
-@functools.lru_cache(maxsize=4)
+@_cached(4)
 def load_cached(
     spec: str,
     root: str | None,
@@ -108,7 +125,7 @@ def load_data(config: Config, root: str | os.PathLike[str] | None = None) -> Dat
     return load_cached(config.data, place, device, *what, subset, config.draw_seed if random else 0)
 
 
-@functools.lru_cache(maxsize=64)
+@_cached(64)
 def _fingerprint(spec: str, root: str | None, image_size: int | None, check: bool) -> str:
     return read_cached(spec, root, image_size, check).data.fingerprint()
 

@@ -241,9 +241,8 @@ def load(
     path = Path(run)
     path = path / "model.safetensors" if path.is_dir() else path
     if not path.is_file():
-        below = next(iter(sorted(Path(run).glob("*/seed-*/model.safetensors"))), None)
-        hint = f", did you mean {below.parent}" if below else ""
-        if not below and Path(run).is_dir():
+        hint = _runs_below(Path(run))
+        if not hint and Path(run).is_dir():
             hint = ": a run has it when it is finished, and --resume finishes one that was stopped"
         raise ValueError(f"{path} does not exist{hint}")
     try:
@@ -267,6 +266,12 @@ def load(
         network = network.to(memory_format=torch.channels_last)
     # the machine of the training is not this one
     return Model(network, config.override({"device": str(where), "workers": None}), about.to(where))
+
+
+def _runs_below(folder: Path) -> str:
+    """The end of an error message about the folder of a comparison, which names a run in it; empty for any other."""
+    found = min(folder.glob("*/seed-*/model.safetensors"), default=None)
+    return f", did you mean {found.parent}" if found else ""
 
 
 def _description(metadata: Mapping[str, str] | None) -> tuple[Config, Dataset]:
@@ -675,7 +680,8 @@ def saved_outputs(run: str | os.PathLike[str]) -> dict[str, Tensor]:
         raise ValueError(f"runs are read with safetensors, {_INSTALL}") from None
     path = Path(run)
     if read_result(path) is None:
-        raise ValueError(f"{path} is not a finished run: config.json, metrics.jsonl and outputs.safetensors are needed")
+        needed = ": config.json, metrics.jsonl and outputs.safetensors are needed"
+        raise ValueError(f"{path} is not a finished run{_runs_below(path) or needed}")
     outputs.open_outputs(path)  # rejects a damaged file
     found = load_file(path / "outputs.safetensors")
     if "p" not in found:

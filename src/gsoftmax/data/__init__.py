@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Callable
@@ -52,6 +53,7 @@ __all__ = [
     "load",
     "match_inputs",
     "num_batches",
+    "stamp",
     "train_batches",
     "write_smoke",
 ]
@@ -197,6 +199,21 @@ def parse(spec: str) -> tuple[str, str, dict[str, str]]:
         return "mosaic", body[len("mosaic(") : -1], options
     family, colon, argument = body.partition(":")
     return (family, argument, options) if colon and family in _BY_PATH else (body, "", options)
+
+
+def stamp(spec: str) -> tuple[int, ...]:
+    """What changes when the file that a spec names is written again; empty for a spec without a path.
+
+    spec: as in `load`; of a folder, what changes below it is not seen
+    """
+    family, argument, _ = parse(spec)
+    if family == "mosaic":
+        return stamp(argument)
+    if family in _BY_PATH:
+        with contextlib.suppress(OSError, ValueError):
+            found = os.stat(argument)
+            return found.st_mtime_ns, found.st_size, found.st_ino
+    return ()
 
 
 def _fraction(text: str) -> float:
