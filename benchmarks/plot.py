@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from gsoftmax.report.figures import render, sheet
@@ -26,7 +27,7 @@ def plot(path: Path = PLOT) -> None:
     rows = [
         {"i": i, "group": group, "ratio": ratio, "text": f"{ratio:.2f}"} for i, (group, _, ratio) in enumerate(bars())
     ]
-    sizes = [size.replace(" x ", " × ") for _, size, _ in bars()]
+    sizes = [re.sub(r"\b\d{4,}\b", lambda n: f"{int(n[0]):,}", size.replace(" x ", " × ")) for _, size, _ in bars()]
     axis = {"labelExpr": "sizes[datum.value]", "labelLimit": 300, "ticks": False}
     y = {"field": "i", "type": "ordinal", "title": None, "axis": axis}
     x = {"field": "ratio", "type": "quantitative", "title": TITLE, "axis": {"tickCount": 8}}

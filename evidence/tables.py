@@ -293,7 +293,7 @@ def _ood_tables(study: Study, rows: Sequence[Row]) -> list[str]:
     lines = [[s, *(_plus_minus(v.get(s, {})) for v in by)] for s in settings_of(study, done(rows))]
     parts = [
         "Out-of-distribution detection: AUROC in percent, for every score and every kind of outside data.",
-        grid(["setting", *(measures.find(metric).label for metric in columns)], lines),
+        grid(["setting", *(measures.find(metric).label.removeprefix("AUROC, ") for metric in columns)], lines),
     ]
     found = detections(study, rows)
     if not found:

@@ -157,8 +157,8 @@ def test_tiny_imagenet_without_some_images(tmp_path):
     assert line("tiny-imagenet", tmp_path) == f"{folder}: {first} and {second}: {hint}"
     rest = data.load("tiny-imagenet", tmp_path, check=False)
     assert rest.notes == (
-        "1 of 6 train images are left out (1 damaged)",
-        "2 of 4 test images are left out (1 missing, 1 empty)",
+        "1 of 6 train images left out (1 damaged)",
+        "2 of 4 test images left out (1 missing, 1 empty)",
     )
     assert rest.train.y.tolist() == [0, 0, 1, 2, 2] and rest.test.y.tolist() == [2, 1]
     assert torch.equal(rest.train.x, whole.train.x[[0, 1, 2, 4, 5]]) and torch.equal(rest.test.x, whole.test.x[[0, 3]])
