@@ -158,7 +158,8 @@ def reached(moment: str, out: Path) -> Callable[[], bool]:
     """Whether a moment has come, as the files say."""
 
     def rows() -> int:
-        return max((p.read_bytes().count(b"\n") for p in files() if p.name == "metrics.jsonl"), default=0)
+        logs = [p for p in files() if p.name == "metrics.jsonl" and "partial" not in p.parent.name]
+        return max((p.read_bytes().count(b"\n") for p in logs), default=0)
 
     def files() -> list[Path]:
         return [Path(folder, name) for folder, _, names in os.walk(out) for name in names]  # rglob fails if one goes
