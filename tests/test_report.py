@@ -429,6 +429,8 @@ def test_few_seeds_estimate_the_power_and_equal_differences_say_nothing_about_it
     estimated, known = (words.findings(summary_with({h: n * v for h, v in values.items()}))[0].more for n in (1, 2))
     assert "3 seeds are few: " in estimated and "with 80 % power, by a rough estimate from 3 seeds. " in estimated
     assert "with 80 % power" in known and "estimate" not in known
+    (shown,) = words.findings(summary_with({"softmax": [0.1, 0.101, 0.099], "gsoftmax": [0.05, 0.052, 0.05]}))
+    assert shown.verdict == "better" and "power" not in shown.more  # they show a difference
     for changed, more in (([0.09, 0.11], "All seeds differ by the same amount. "), ([0.1, 0.12], "")):
         (found,) = words.findings(summary_with({"softmax": [0.1, 0.12], "gsoftmax": changed}, ["error", "compactness"]))
         assert "power" not in found.more and found.more.startswith(more) and ("All seeds" in found.more) == bool(more)

@@ -574,11 +574,13 @@ def correction(summary: Mapping[str, Any]) -> str:
 
 
 def _power(test: Mapping[str, Any], n: int, heads: int) -> str:
-    """How small a difference these seeds can show, in the primary test of one of several heads."""
+    """How small a difference these seeds can show, in the primary test of one of several heads; not if it shows one."""
     if test["low"] is None:
         return ""
     if test["high"] - test["low"] < _EQUAL:  # which says nothing about other seeds
         return "All seeds differ by the same amount." if abs(test["difference"]) > _EQUAL else ""
+    if test["p_holm"] < significance.ALPHA:
+        return ""
     sd = (test["high"] - test["low"]) / 2 / significance.t_quantile(0.975, n - 1) * math.sqrt(n)
     needed = significance.required_n(sd, _WORTH, alpha=significance.ALPHA / heads)
     after = f", corrected for {plural(heads, 'head')}" if heads > 1 else ""
