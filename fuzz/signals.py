@@ -216,7 +216,8 @@ def hit(cell: Cell, folder: Path, expected: dict[str, bytes]) -> None:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(program.pid, 0)
     words = said.read_text("utf-8", errors="replace")
-    cell.line = next((line for line in reversed(words.splitlines()) if line.startswith("gsoftmax: ")), "")
+    lines = (line for line in reversed(words.splitlines()) if line.startswith("gsoftmax: "))
+    cell.line = next(lines, "").replace(str(out), "out")  # a temporary folder
     if cell.status is None or cell.orphans:
         cell.wrong = f"{cell.orphans} processes after {cell.seconds} s"
     elif killed_worker:
