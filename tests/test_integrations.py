@@ -555,13 +555,11 @@ def test_lightning_merges_processes(tmp_path):
 # -------------------------------------------------------------------------------------------------------- TensorBoard
 
 
-def _log(folder, model, step, **options):
+def _writer(folder):
+    """One for a test: files of the same second are read in the order of a number in their names, 10 before 9."""
     from torch.utils.tensorboard import SummaryWriter
 
-    from gsoftmax.integrations.tensorboard import log_gaussians
-
-    with SummaryWriter(folder) as writer:
-        log_gaussians(writer, model, step, **options)
+    return SummaryWriter(folder)
 
 
 def _events(folder):
@@ -575,11 +573,12 @@ def test_tensorboard_events_read_back(tmp_path):
     model = nn.ModuleDict(
         {"body": nn.Linear(4, 4), "fc": attach(nn.Linear(4, 7), mu=mu, sigma=2.0), "loss": GSoftmaxLoss(3, sigma=0.5)}
     )
-    _log(tmp_path, model, 0)
-    head_of(model).loss(torch.randn(5, 4), torch.arange(5)).backward()
-    with torch.no_grad():
-        model["fc"].mu.add_(1.0)
-    _log(tmp_path, model, 10)
+    with _writer(tmp_path) as writer:
+        log_gaussians(writer, model, 0)
+        head_of(model).loss(torch.randn(5, 4), torch.arange(5)).backward()
+        with torch.no_grad():
+            model["fc"].mu.add_(1.0)
+        log_gaussians(writer, model, 10)
     events = _events(tmp_path)
     tags = events.Tags()
     grads = {"gsoftmax/fc/mu_grad", "gsoftmax/fc/rho_grad"}  # the loss was not used and has none
@@ -603,10 +602,11 @@ def test_tensorboard_of_values_that_are_not_finite_or_of_half_precision(tmp_path
     with torch.no_grad():
         loss.gaussians.mu[0] = torch.nan
         loss.gaussians.rho.fill_(torch.nan)
-    _log(tmp_path, loss, 1, prefix="")
-    with pytest.raises(ValueError, match="at least one G-softmax module, got Linear without any"):
-        _log(tmp_path, nn.Linear(2, 2), 1)
-    _log(tmp_path, GSoftmaxLoss(4, sigma=2.0).to(torch.bfloat16), 3, prefix="half")
+    with _writer(tmp_path) as writer:
+        log_gaussians(writer, loss, 1, prefix="")
+        with pytest.raises(ValueError, match="at least one G-softmax module, got Linear without any"):
+            log_gaussians(writer, nn.Linear(2, 2), 1)
+        log_gaussians(writer, GSoftmaxLoss(4, sigma=2.0).to(torch.bfloat16), 3, prefix="half")
     events = _events(tmp_path)
     assert events.Histograms("mu")[0].histogram_value.num == 2
     assert set(events.Tags()["histograms"]) == {"mu", "half/mu", "half/sigma"}
