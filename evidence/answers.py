@@ -281,7 +281,8 @@ def _in_short(study: TunedStudy) -> str:
     best, reference = (min if measure.smaller_is_better else max)(means, key=means.__getitem__), next(iter(study.heads))
     rest = "." if best == reference else f", and {reference} {means[reference]:.2f} %."
     which = "Lowest" if measure.smaller_is_better else "Highest"
-    return f"{which} mean {measure.label}: {best}, {means[best]:.2f} %{rest} Only the question above is primary."
+    primary = "question above is" if len(study.questions) == 1 else "questions above are"
+    return f"{which} mean {measure.label}: {best}, {means[best]:.2f} %{rest} Only the {primary} primary."
 
 
 def _test_table(study: TunedStudy, rows: Sequence[Row]) -> str:

@@ -391,19 +391,25 @@ def test_floating_point_pixels_from_0_to_1_are_scaled(tmp_path):
     assert np.abs(found - RAMP / 65520 * 255).max() <= 0.5 + 1e-4 and (found[0] == found[2]).all()
 
 
+# What shows the pixels upright, by orientation (Exif 2.3, tag 274).
+UPRIGHT = {2: np.fliplr, 3: lambda v: np.rot90(v, 2), 4: np.flipud, 5: lambda v: v.swapaxes(0, 1)}
+UPRIGHT |= {6: lambda v: np.rot90(v, -1), 7: lambda v: np.rot90(v, 2).swapaxes(0, 1), 8: np.rot90}
+
+
 @pytest.mark.parametrize("kind", ["jpg", "png", "webp", "tif"])
 @pytest.mark.parametrize("turn", range(10))  # 0 and 9 are no orientations
 def test_photos_are_upright(kind, turn, tmp_path):
     """Phones store the pixels as the sensor was held, and how to turn them in EXIF."""
-    image, ops = pytest.importorskip("PIL.Image"), pytest.importorskip("PIL.ImageOps")
+    image = pytest.importorskip("PIL.Image")
     pixels = np.random.default_rng(0).integers(0, 256, (5, 3, 3), dtype=np.uint8).repeat(8, 0).repeat(8, 1)
     exif = image.Exif()
     exif[274] = turn
     image.fromarray(pixels).save(tmp_path / f"x.{kind}", exif=exif)
-    with image.open(tmp_path / f"x.{kind}") as opened:
-        shown = np.asarray(ops.exif_transpose(opened).convert("RGB"))
+    if kind in ("jpg", "webp"):  # which lose digits
+        with image.open(tmp_path / f"x.{kind}") as opened:
+            pixels = np.asarray(opened)
     found = images.read_image(str(tmp_path / f"x.{kind}")).permute(1, 2, 0).numpy()
-    np.testing.assert_array_equal(found, shown)
+    np.testing.assert_array_equal(found, UPRIGHT.get(turn, np.asarray)(pixels))
     assert found.shape == ((24, 40, 3) if turn in (5, 6, 7, 8) else (40, 24, 3)) and found.flags.c_contiguous
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
+import struct
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -43,10 +45,10 @@ _FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "PPM", "GIF", "TIFF")
 @lru_cache(maxsize=1)
 def _pillow() -> Any:
     try:
-        from PIL import Image
+        from PIL import Image, ImageOps
     except ImportError:
         raise DataError("reading images needs Pillow, which is not installed: pip install 'gsoftmax[train]'") from None
-    return Image
+    return Image.open, ImageOps.exif_transpose
 
 
 def decode(data: bytes, name: str, shape: tuple[int, int] | None = None, near: int = 0) -> np.ndarray | None:
@@ -55,10 +57,10 @@ def decode(data: bytes, name: str, shape: tuple[int, int] | None = None, near: i
     shape: None is returned for an image of another (H, W), mostly before its pixels are decoded
     near: a large JPEG is decoded at a fraction of its size, with sides of at least so many pixels
     """
-    pillow = _pillow()
+    opened, transpose = _pillow()
     try:
         # from memory, not from the file: twice as fast for small images
-        with pillow.open(io.BytesIO(data), formats=_FORMATS) as image:
+        with opened(io.BytesIO(data), formats=_FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
                 size = f"{image.width} x {image.height}"
                 raise DataError(f"{name} declares {size} pixels, more than the limit of {MAX_PIXELS:,}")
@@ -66,29 +68,15 @@ def decode(data: bytes, name: str, shape: tuple[int, int] | None = None, near: i
                 return None
             if near:
                 image.draft("RGB", (near, near))
+            with suppress(ValueError, SyntaxError, struct.error):  # a damaged tag: the pixels are there all the same
+                transpose(image, in_place=True)  # cameras store a photo as the sensor was held
             pixels = np.array(image) if image.mode == "RGB" else _eight_bits(image, name)
-            pixels = _upright(pixels, image)
             return pixels if shape in (None, pixels.shape[:2]) else None
     except DataError:
         raise
     except Exception as error:  # Pillow's plugins raise anything from SyntaxError to struct.error on damaged files
         reason = "not a known image format" if type(error).__name__ == "UnidentifiedImageError" else first_line(error)
         raise DataError(f"{name} is not a readable image: {reason}") from None
-
-
-def _upright(pixels: np.ndarray, image: Any) -> np.ndarray:
-    """Pixels turned and mirrored as the EXIF tag says: cameras store an upright photo as the sensor was held."""
-    try:
-        turn = image.getexif().get(274, 1) if "exif" in image.info else 1
-    except Exception:  # a damaged tag: the pixels are there all the same
-        turn = 1
-    if turn in (5, 6, 7, 8):
-        pixels = pixels.swapaxes(0, 1)
-    if turn in (2, 3, 6, 7):
-        pixels = pixels[:, ::-1]
-    if turn in (3, 4, 7, 8):
-        pixels = pixels[::-1]
-    return np.ascontiguousarray(pixels)
 
 
 def _eight_bits(image: Any, name: str) -> np.ndarray:
