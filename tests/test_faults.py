@@ -21,6 +21,7 @@ import numpy as np
 import processes
 import pytest
 import torch
+from PIL import Image
 from processes import one_thread  # noqa: F401
 from safetensors.torch import load_file, save_file
 
@@ -288,6 +289,25 @@ def _start_a_worker():
     """Whose run never ends, or not for hours."""
     task = workers.Task(QUICK.override({"epochs": 10**6, "batch_size": 389}), Path("run"), None)
     workers.run_tasks([task, task._replace(out=Path("other"))], jobs=2)
+
+
+def _read_many_images():
+    """So many that a worker has processes of its own to decode them."""
+    config = QUICK.override({"data": "folder:images", "epochs": 0, "train_geometry": False})
+    task = workers.Task(config, Path("run"), None)
+    workers.run_tasks([task, task._replace(out=Path("other"))], jobs=2)
+
+
+def test_workers_read_many_images(tmp_path):
+    for k, part in itertools.product(range(2), ("train", "test")):
+        folder = tmp_path / "cwd" / "images" / part / str(k)
+        folder.mkdir(parents=True)
+        Image.new("RGB", (4, 4), (9, 99 * k, 9)).save(folder / "0.png")
+        for i in range(1, 2100 if part == "train" else 2):
+            os.link(folder / "0.png", folder / f"{i}.png")
+    program = processes.Program(_read_many_images, cwd=tmp_path / "cwd")
+    _wait_for(lambda: not program.process.is_alive(), 120)
+    assert program.wait().returncode == 0
 
 
 @pytest.mark.parametrize("moment", [pytest.param("loading", marks=pytest.mark.slow), "training"])

@@ -25,8 +25,8 @@ from . import messages, stopping
 class Worker:
     """What the two threads of this process share."""
 
-    def __init__(self, events: int) -> None:
-        self.events = events  # the file descriptor
+    def __init__(self, orders: int, events: int) -> None:
+        self.orders, self.events = orders, events  # file descriptors
         self.tasks: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.stop = 0  # number of the signal for which the parent asked this process to stop
         self.has_state = False  # whether a run is there that could be saved
@@ -41,7 +41,7 @@ class Worker:
 
     def listen(self) -> None:
         """Reads the parent's lines, in a thread of its own."""
-        for line in sys.stdin.buffer:
+        for line in os.fdopen(self.orders, "rb"):
             message = json.loads(line)
             if "stop" in message:
                 self.stop = message["stop"]
@@ -65,7 +65,10 @@ class Worker:
 
 
 def main() -> None:
-    worker = Worker(os.dup(1))
+    worker = Worker(os.dup(0), os.dup(1))
+    # A process forked to read images closes sys.stdin, and would wait for ever for a lock that the listener held.
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)  # what a run prints is no event
     for number in stopping.SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
