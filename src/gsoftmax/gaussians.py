@@ -47,6 +47,7 @@ class GaussianLogits(nn.Module):
     """
 
     _version = 1
+    defers = True  # whether z may be computed later, which a loss then need not do
 
     def __init__(
         self,
@@ -227,7 +228,7 @@ class GaussianLogits(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # (batch, classes, ...) -> the same
         checks.check_outputs(x)
         mu, sigma = self.current(x)
-        return kernels.logits(x, mu, sigma, self.lam)
+        return kernels.logits(x, mu, sigma, self.lam, later=self.defers)
 
     def param_groups(self, *, lr: float, weight_decay: float = 0.0) -> list[dict[str, Any]]:
         """Parameter groups of this module, as in `param_groups`."""

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from .. import checks, equations
 from ..checks import LabelOptions, Options
-from . import chunked, linear, native
-from .autograd import LabelLoss, Logits, Loss, Probabilities, apply
+from . import chunked, deferred, linear, native
+from .autograd import LabelLoss, LabelLossOfZ, Logits, Loss, LossOfZ, Probabilities, apply
 
 if TYPE_CHECKING:
     from . import triton_ce, triton_terms, triton_track  # noqa: F401  `load_triton` imports them
@@ -127,12 +127,80 @@ def linear_cross_entropy(
 # ---------------------------------------------------------------------------------------------- z, p and several labels
 
 
-def logits(x: Tensor, mu: Tensor, sigma: Tensor, lam: float) -> Tensor:
-    """z in the compute dtype; arguments as in `cross_entropy`."""
+def logits(x: Tensor, mu: Tensor, sigma: Tensor, lam: float, *, later: bool = False) -> Tensor:
+    """z in the compute dtype; arguments as in `cross_entropy`.
+
+    later: whether z may be a `Deferred`
+    """
     module = _terms(lam, (x, mu, sigma))
     if module is None or lam == 0:
         return equations.logits(x, mu, sigma, lam)
+    recorded = torch.is_grad_enabled() and (x.requires_grad or mu.requires_grad or sigma.requires_grad)
+    if later and recorded and not x.is_inference():
+        return deferred.logits(x, mu, sigma, lam, module.logits, module.logits_backward, _WITHOUT_Z)
     return apply(Logits(lam, module.logits, module.logits_backward), x, mu, sigma)
+
+
+def _cross_entropy_without_z(
+    x: Tensor,
+    mu: Tensor,
+    sigma: Tensor,
+    lam: float,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """F.cross_entropy(z, ...) in float32, or None where torch should compute it, or say what is wrong."""
+    if size_average is not None or reduce is not None:
+        return None
+    options = Options(weight, ignore_index, reduction, label_smoothing)
+    try:
+        checks.check_cross_entropy(x, target, options)
+        path = _choose("auto", lam, (x, mu, sigma), (target, weight))[0]
+        if path == "plain":
+            return None
+        if path == "triton":
+            return triton_ce.cross_entropy(x, target, mu, sigma, lam, options, torch.float32)
+        evaluate = native.evaluate if path == "native" else chunked.evaluate
+        return apply(LossOfZ(target, lam, options, evaluate), x, mu, sigma)
+    except (AttributeError, TypeError, ValueError):  # a wrong argument
+        return None
+
+
+def _bce_without_z(
+    x: Tensor,
+    mu: Tensor,
+    sigma: Tensor,
+    lam: float,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    pos_weight: Tensor | None = None,
+) -> Tensor | None:
+    """The same for F.binary_cross_entropy_with_logits(z, ...)."""
+    per_label = all(v is None or v.shape == x.shape[1:] for v in (weight, pos_weight))
+    if x.ndim != 2 or not per_label or size_average is not None or reduce is not None:
+        return None
+    if target.shape != x.shape or not target.is_floating_point():
+        return None
+    options = LabelOptions("msml", weight, pos_weight, _NO_LABEL, reduction)
+    module = _terms(lam, (x, mu, sigma), (target, weight, pos_weight))
+    if module is None or reduction not in checks.REDUCTIONS:
+        return None
+    return apply(LabelLossOfZ(target, lam, options, module.multilabel), x, mu, sigma)
+
+
+_NO_LABEL = -(1 << 30)  # no target is ignored
+_WITHOUT_Z: dict[Any, deferred.Fused] = {
+    F.cross_entropy: _cross_entropy_without_z,
+    F.binary_cross_entropy_with_logits: _bce_without_z,
+}
 
 
 def logits_backward(

@@ -121,6 +121,22 @@ class LabelLoss(Loss):
         return equations.multilabel(x, self.target, mu, sigma, self.lam, self.options)
 
 
+class LossOfZ(Loss):
+    """The loss in float32 whatever x is, as torch computes it from z."""
+
+    __slots__ = ()
+
+    def result(self, value: Tensor, x: Tensor) -> Tensor:
+        return value
+
+
+class LabelLossOfZ(LabelLoss):
+    """The same for several labels."""
+
+    __slots__ = ()
+    result = LossOfZ.result
+
+
 class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:

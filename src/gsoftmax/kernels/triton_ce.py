@@ -48,6 +48,7 @@ from ..checks import Options, class_dim
 from .autograd import Loss, apply
 from .launching import (
     DTYPES,
+    INTERPRETED,
     Call,
     Plan,
     calls,
@@ -69,13 +70,29 @@ T_MAX = tl.constexpr(4.7)
 # 1 / sigma must not overflow.
 SIGMA_MIN = tl.constexpr(1e-30)
 
-# The constants of the polynomials in `gaussian_term`, by degree; the errors of Phi are 3.2e-7, 1.4e-7 and 8e-8.
-P_0 = {5: -1.0000008344650269, 6: -0.9999997019767761, 7: -0.9999998807907104}
+# The constants of the polynomials in `gaussian_term`, by degree; the errors of Phi are 3.2e-7, 1.4e-7 and 8e-8.  Degree
+# 0 stands for tanh, where the error is 3.8e-4.
+P_0 = {0: 0.0, 5: -1.0000008344650269, 6: -0.9999997019767761, 7: -0.9999998807907104}
 # exp2(+-lam / 2), summed over all classes, must stay within float32.
 LAM_MAX = 100.0
 
 
 # -------------------------------------------------------------------------------------------------------------- kernels
+
+
+if INTERPRETED:  # which runs no assembly
+
+    @triton.jit
+    def _tanh(v):
+        e = tl.exp2(tl.abs(v) * -2.8853900817779268)
+        return tl.where(v < 0, e - 1.0, 1.0 - e) / (1.0 + e)
+
+else:
+
+    @triton.jit
+    def _tanh(v):
+        """tanh in one instruction, with a relative error of 2^-11."""
+        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [v], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -84,29 +101,34 @@ def gaussian_term(x, mu, r, half, c0, DEGREE: tl.constexpr):
 
     r = ROOT / sigma, half = log2(e) * lam / 2, c0 = P(0) + log2(2 * half).
     """
-    u = (x - mu) * r
-    t = tl.minimum(tl.abs(u), T_MAX)
-    if DEGREE == 5:
-        a = tl.fma(t, -0.0011740528279915452, 0.014196811243891716)
-        a = tl.fma(a, t, -0.08575449138879776)
-        a = tl.fma(a, t, -0.6366927027702332)
-        a = tl.fma(a, t, -1.3552968502044678)
-    elif DEGREE == 6:
-        a = tl.fma(t, 5.108963159727864e-05, -0.001490290043875575)
-        a = tl.fma(a, t, 0.0149025684222579)
-        a = tl.fma(a, t, -0.08645211905241013)
-        a = tl.fma(a, t, -0.6363925933837891)
-        a = tl.fma(a, t, -1.3553426265716553)
+    if DEGREE == 0:
+        u = tl.fma(x, r, -mu * r)
+        w = half * _tanh(u * tl.fma(u * u, 0.0575888, 0.9405166))
     else:
-        a = tl.fma(t, 2.6569634428597055e-05, -0.0001436101010767743)
-        a = tl.fma(a, t, -0.0009531560936011374)
-        a = tl.fma(a, t, 0.014200792647898197)
-        a = tl.fma(a, t, -0.08600437641143799)
-        a = tl.fma(a, t, -0.6365213990211487)
-        a = tl.fma(a, t, -1.3553295135498047)
-    w = half - tl.exp2(tl.fma(a, t, c0))
-    sign = (u.to(tl.int32, bitcast=True) >> 31) << 31
-    return (w.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True), u
+        u = (x - mu) * r
+        t = tl.minimum(tl.abs(u), T_MAX)
+        if DEGREE == 5:
+            a = tl.fma(t, -0.0011740528279915452, 0.014196811243891716)
+            a = tl.fma(a, t, -0.08575449138879776)
+            a = tl.fma(a, t, -0.6366927027702332)
+            a = tl.fma(a, t, -1.3552968502044678)
+        elif DEGREE == 6:
+            a = tl.fma(t, 5.108963159727864e-05, -0.001490290043875575)
+            a = tl.fma(a, t, 0.0149025684222579)
+            a = tl.fma(a, t, -0.08645211905241013)
+            a = tl.fma(a, t, -0.6363925933837891)
+            a = tl.fma(a, t, -1.3553426265716553)
+        else:
+            a = tl.fma(t, 2.6569634428597055e-05, -0.0001436101010767743)
+            a = tl.fma(a, t, -0.0009531560936011374)
+            a = tl.fma(a, t, 0.014200792647898197)
+            a = tl.fma(a, t, -0.08600437641143799)
+            a = tl.fma(a, t, -0.6365213990211487)
+            a = tl.fma(a, t, -1.3553295135498047)
+        w = half - tl.exp2(tl.fma(a, t, c0))
+        sign = (u.to(tl.int32, bitcast=True) >> 31) << 31
+        w = (w.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+    return w, u
 
 
 @triton.jit
@@ -457,10 +479,20 @@ TUNED = {
 }
 
 
-def plan(kind: str, rows: int, classes: int, itemsize: int, device: torch.device) -> Plan:
+# The largest lam for which Phi is computed by tanh, by the dtype of x: with it lam * 3.8e-4 is below what x itself was
+# rounded by.
+FAST = {torch.bfloat16: 0.0, torch.float16: 0.0}
+
+
+def is_fast(lam: float, dtype: torch.dtype) -> bool:
+    """Whether Phi may be as inexact as tanh makes it."""
+    return 0 < lam <= FAST.get(dtype, 0.0)
+
+
+def plan(kind: str, rows: int, classes: int, itemsize: int, device: torch.device, fast: bool = False) -> Plan:
     """The tile for x of this size; `kind` is "forward" or "backward"."""
     # Where x is half precision, an error of Phi of 3e-7 is far below what x itself was rounded by.
-    degree = 7 if itemsize == 4 else 5 if kind == "forward" else 6
+    degree = 0 if fast else 7 if itemsize == 4 else 5 if kind == "forward" else 6
     block_n, block_c, each, warps, stages, registers = TUNED[kind, itemsize]
     if classes <= 1024:
         # A tile holds whole rows, several where they are short.
@@ -504,7 +536,7 @@ def forward(
     weight, ignore_index, reduction, label_smoothing = options
     key = (
         x.shape, x.stride(), target.stride(), x.dtype, target.dtype, None if weight is None else weight.dtype, dtype,
-        device, lam != 0, ignore_index, reduction, label_smoothing, cut,
+        device, lam != 0, is_fast(lam, x.dtype), ignore_index, reduction, label_smoothing, cut,
     )  # fmt: skip
     call = calls.get(key)
     if call is None:
@@ -534,19 +566,19 @@ def forward(
 
 
 def _arguments(
-    kind: str, x: Tensor, target: Tensor, options: Options, cut: Plan | None
+    kind: str, x: Tensor, target: Tensor, lam: float, options: Options, cut: Plan | None
 ) -> tuple[bool, bool, Plan, tuple[int, ...]]:
     """HARD and DENSE, the plan, and the scalar arguments that both kernels begin with."""
     (n, c), strides, hard = x.shape, target.stride(), target.ndim == 1
     if cut is None:
-        cut = plan(kind, n, c, x.element_size(), x.device)
+        cut = plan(kind, n, c, x.element_size(), x.device, is_fast(lam, x.dtype))
     sizes = (n, c, cdiv(c, cut.block_c), *x.stride(), strides[0], 0 if hard else strides[1])
     return hard, not hard or options.label_smoothing > 0, cut, sizes
 
 
 def _forward_call(x: Tensor, target: Tensor, lam: float, options: Options, cut: Plan | None) -> Call:
     weight, ignore_index, reduction, smoothing = options
-    hard, dense, cut, sizes = _arguments("forward", x, target, options, cut)
+    hard, dense, cut, sizes = _arguments("forward", x, target, lam, options, cut)
     n, c, tiles, _, sx_c, *_ = sizes
     single, whole = tiles == 1, tiles == 1 and n <= cut.block_n and reduction != "none"
     flags = (lam != 0, hard, dense, weight is not None, sx_c == 1, reduction)
@@ -581,7 +613,8 @@ def backward(
     weight, _, reduction, label_smoothing = options
     key = (
         x.shape, x.stride(), target.stride(), None if dx is None else dx.stride(), grad.stride(), x.dtype, target.dtype,
-        None if weight is None else weight.dtype, grad.dtype, device, lam != 0, reduction, label_smoothing, need, cut,
+        None if weight is None else weight.dtype, grad.dtype, device, lam != 0, is_fast(lam, x.dtype), reduction,
+        label_smoothing, need, cut,
     )  # fmt: skip
     call = calls.get(key)
     if call is None:
@@ -614,7 +647,7 @@ def _backward_call(
     grad: Tensor, x: Tensor, target: Tensor, lam: float, options: Options, need: Sequence[bool], dx: Tensor | None,
     cut: Plan | None,
 ) -> Call:  # fmt: skip
-    hard, dense, cut, sizes = _arguments("backward", x, target, options, cut)
+    hard, dense, cut, sizes = _arguments("backward", x, target, lam, options, cut)
     n, c, tiles, _, sx_c, *_ = sizes
     need_mu, need_sigma, smoothing = need[1] and lam != 0, need[2] and lam != 0, options.label_smoothing
     sd_n, sd_c = (0, 1) if dx is None else dx.stride()
@@ -748,11 +781,20 @@ def evaluate(
     return losses, *backward(grad, stats, x, target, mu, sigma, lam, options, need, x)
 
 
-def cross_entropy(x: Tensor, target: Tensor, mu: Tensor, sigma: Tensor, lam: float, options: Options) -> Tensor:
+def cross_entropy(
+    x: Tensor,
+    target: Tensor,
+    mu: Tensor,
+    sigma: Tensor,
+    lam: float,
+    options: Options,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """`gsoftmax_cross_entropy` by Triton kernels.
 
     x: (N, C), (N, C, d1, ...) or (C,); target: class indices or probabilities
     mu, sigma: (C,) in float32
+    dtype: of the loss; None for that of F.cross_entropy(x)
     """
     shape = None
     if x.ndim != 2:
@@ -761,8 +803,8 @@ def cross_entropy(x: Tensor, target: Tensor, mu: Tensor, sigma: Tensor, lam: flo
         c, shape = x.shape[dim], x.shape[:dim] + x.shape[dim + 1 :]
         x = x.movedim(dim, -1).reshape(-1, c)
         target = target.movedim(dim, -1).reshape(-1, c) if target.is_floating_point() else target.reshape(-1)
-    half = x.dtype != torch.float32 and not torch.is_autocast_enabled(x.device.type)
-    dtype = x.dtype if half else torch.float32
+    if dtype is None:
+        dtype = torch.float32 if torch.is_autocast_enabled(x.device.type) else x.dtype
     mu, sigma = mu.contiguous(), sigma.contiguous()
     if options.weight is not None:
         options = Options(options.weight.contiguous(), *options[1:])

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from ..checks import LabelOptions
 from .launching import Call, Plan, calls, cdiv, launch, on_its_device, power_of_2, processors, remember
-from .triton_ce import LOG2E, P_0, ROOT, SIGMA_MIN, gaussian_term, unsupported
+from .triton_ce import LOG2E, P_0, ROOT, SIGMA_MIN, gaussian_term, is_fast, unsupported
 
 __all__ = ["logits", "logits_backward", "multilabel", "probabilities", "unsupported"]
 
@@ -46,6 +46,8 @@ _DEGREE = 7
 U_MAX = tl.constexpr(16.0)
 # Rows up to this length are one tile.
 LONGEST_TILE = 8192
+# Of longer rows: block_n, block_c, rows, warps.
+LONG_ROWS = (1, 4096, 128, 8)
 # Up to this many labels, and this many in a row, one program computes everything.
 FEW_LABELS, SHORT_ROW = 8192, 1024
 # Targets that the kernel reads; others are converted.
@@ -481,22 +483,25 @@ def plan(kind: str, rows: int, classes: int, device: torch.device, columns: bool
 
     columns: x lies in memory column by column, as images do
     """
-    size = 1024 if kind in ("backward", "labels") else 2048
+    size, most, warps = 1024 if kind in ("backward", "labels") else 2048, 128, 0
     if kind == "softmax" and classes <= LONGEST_TILE:
         block_c = max(16, power_of_2(classes))
         block_n = max(1, min(size // block_c, power_of_2(rows)))
+    elif columns and kind == "softmax":  # tiles as wide as their number allows
+        block_n, block_c = 16, 1024
+    elif kind == "softmax":
+        block_n, block_c, most, warps = LONG_ROWS
     elif columns:
         block_n = max(16, min(256, power_of_2(rows)))
         block_c = min(max(1, size // block_n), power_of_2(classes))
     else:
-        block_c = max(16, min(4096 if kind == "softmax" else 512, power_of_2(classes)))
+        block_c = max(16, min(512, power_of_2(classes)))
         block_n = max(1, min(size // block_c, power_of_2(rows)))
-    warps = min(16, max(1, block_n * block_c // (256 if size == 1024 else 512)))
+    warps = warps or min(16, max(1, block_n * block_c // (256 if size == 1024 else 512)))
     # Filling the GPU several times over matters more than long loops over rows.
     groups = max(1, 8 * processors(device) // cdiv(classes, block_c))
-    each = min(max(1, 128 // block_n), cdiv(rows, groups * block_n))
-    degree = _DEGREE
-    return Plan(block_n, block_c, each * block_n, warps, 1, degree)
+    each = min(max(1, most // block_n), cdiv(rows, groups * block_n))
+    return Plan(block_n, block_c, each * block_n, warps, 1, _DEGREE)
 
 
 @lru_cache
@@ -622,14 +627,16 @@ def probabilities(x: Tensor, mu: Tensor, sigma: Tensor, lam: float, cut: Plan | 
     """softmax(z) over the classes, computed in float32, in x's dtype; arguments as in `logits`."""
     flat, mu, sigma = _flat(x), mu.contiguous(), sigma.contiguous()
     p = torch.empty_like(flat)
-    key = ("softmax", flat.shape, flat.stride(), x.dtype, x.device, cut)
+    fast = is_fast(lam, x.dtype)
+    key = ("softmax", flat.shape, flat.stride(), x.dtype, x.device, fast, cut)
     call = calls.get(key)
     if call is None:
         *tables, strides = _tables(flat, p)
         call = remember(key, _sizes("softmax", x.device, cut, tuple(tables), strides))
-        cut = call.block
         # Where p is half precision, an error of 3e-7 is far below its rounding.
-        degree = _DEGREE if x.dtype is torch.float32 else 5
+        rounded = cut is None and x.dtype is not torch.float32
+        degree = 0 if rounded and fast else 5 if rounded else call.block.degree
+        cut = call.block
         call.after = (power_of_2(call.tiles), call.flags[1], cut.block_n, cut.block_c, degree, cut.stages)
     half, c0, _ = _constants(lam * LOG2E.value, call.after[-2])
     parts = None

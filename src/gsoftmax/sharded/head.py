@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .. import checks, equations
+from .. import checks, equations, functional
 from ..checks import Options
 from ..gaussians import GaussianLogits, first_items, per_class
 from ..heads import GSoftmaxHead, SoftmaxHead
@@ -204,6 +204,8 @@ class ShardedSoftmaxHead(SoftmaxHead):
         given = Options(class_weight, **options)
         sampled, recorded = self.negatives is not None and self.training, torch.is_grad_enabled()
         device, shard = self.weight.device, self.shard
+        if shard.processes == 1 and not sampled:
+            return self._loss_alone(h, target, given)
         autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         kind = str(target.dtype) if isinstance(target, Tensor) and target.is_floating_point() else "indices"
         call = ("loss", kind, class_weight is None, *given[1:], sampled, recorded)
@@ -226,6 +228,17 @@ class ShardedSoftmaxHead(SoftmaxHead):
             loss = CrossEntropy.apply(rows, *parameters[:4], h_all, plan)
         loss = equations.loss_dtype(loss, rows)
         return loss.reshape(h.shape[:-1]) if given.reduction == "none" else loss
+
+    def _loss_alone(self, h: Tensor, target: Tensor, options: Options) -> Tensor:
+        """The loss of a process that has all classes and all rows, as the whole head computes it."""
+        checks.check_outputs(h, "h")
+        self._check(h, target, options, False)
+        keep = None if target.is_floating_point() else target.reshape(-1) != options.ignore_index
+        self._track(h.detach().reshape(-1, self.in_features), keep)
+        weight, bias, mu, sigma, lam = self._local_parameters()
+        given: dict[str, Any] = options._asdict()
+        given["class_weight"] = given.pop("weight")
+        return functional.linear_gsoftmax_cross_entropy(h, weight, target, mu.clone(), sigma, lam, bias=bias, **given)
 
     def _check(self, h: Tensor, target: Any, options: Options, sampled: bool) -> None:
         if not isinstance(target, Tensor):
@@ -368,6 +381,8 @@ class ShardedGSoftmaxHead(ShardedSoftmaxHead, GSoftmaxHead):
 
 class ShardedGaussians(GaussianLogits):
     """`GaussianLogits` of the local classes; x is (rows, local classes)."""
+
+    defers = False  # z becomes a part of a DTensor
 
     def __init__(self, shard: ClassShard, mu: Any, sigma: Any, **options: Any) -> None:
         self.shard = shard
