@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu import LOSSES, data, name_of, say
-from gsoftmax import equations, functional
+from gsoftmax import GaussianLogits, equations, functional
 from gsoftmax.checks import MULTILABEL_FORMS
 from gsoftmax.sharded import ShardedGSoftmaxHead
 from gsoftmax.sharded.loss import TILE
@@ -307,6 +307,14 @@ def check_behaviour(checks: Checks) -> None:
             seconds.append([w.grad for w in leaves])
         off = max(((a.double() - b).norm() / b.norm()).item() for a, b in zip(*seconds, strict=True))
         checks("second derivatives", off < 1e-4, f"{off:.1e}")
+
+    with checks.part("attach"):
+        layer = GaussianLogits(5000, device="cuda")
+        x = torch.randn(256, 5000, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        target = torch.randint(5000, (256,), device="cuda")
+        found, expected = (F.cross_entropy(z, target) for z in (layer(x), layer(x).clone()))
+        fine = found.dtype is torch.float32 and abs(found.item() - expected.item()) < 1e-3
+        checks("attach: the loss without z", fine, f"{found.item():.6f} {expected.item():.6f}")
 
     for n, c, dtype, *_ in LOSSES:
         for kind in ("forward", "backward"):

@@ -419,6 +419,22 @@ def check_calls_like_one_before(monkeypatch):
     assert count[11:] == [False]
 
 
+@pytest.mark.parametrize("dtype, rounding, most", [("bfloat16", 2.0**-8, 4.0), ("float16", 2.0**-11, 1.0)])
+def check_many_classes_in_half_precision_take_phi_from_tanh(dtype, rounding, most):
+    for lam, classes, error in ((most, 1100, 2e-4), (most * 1.01, 1100, 2e-6), (most, 1000, 2e-6)):
+        x, target, mu, sigma = table(6, classes, dtype=dtype)
+        assert triton_ce.is_fast(x, lam) is (error > 1e-5)
+        leaves = [v.clone().requires_grad_() for v in (x, mu, sigma)]
+        loss = triton_ce.cross_entropy(leaves[0], target, *leaves[1:], lam, Options(reduction="sum"), torch.float32)
+        expected, exact_leaves = exact(x, target, mu, sigma, lam, Options(reduction="sum"))
+        assert loss.dtype is torch.float32
+        assert (loss - expected).abs() < (4e-4 * lam * len(x) if error > 1e-5 else 1e-4)
+        found = torch.autograd.grad(loss, leaves)
+        wanted = torch.autograd.grad(expected, exact_leaves)
+        for a, b, limit in zip(found, wanted, (rounding + error, error, error), strict=True):
+            assert (a.double() - b).norm() <= limit * b.norm()
+
+
 def check_plans():
     for kind, rows, classes, size in itertools.product(
         ("forward", "backward"), (1, 2, 100, 8192, 10**6), (1, 2, 10, 1000, 1024, 1025, 32000, 10**6), (2, 4)

@@ -39,6 +39,8 @@ class GaussianLogits(nn.Module):
         below the bound has no gradient and stays there, so this is for small learning rates only.
     x: (N, C), (N, C, d1, ...) or (C,), the raw outputs; z has the same shape
 
+    In training z is computed when something asks for its values, which cross entropy and binary cross entropy do not.
+
     >>> layer = GaussianLogits(3, lam=2.0)
     >>> layer(torch.zeros(1, 3)).detach()
     tensor([[1., 1., 1.]])

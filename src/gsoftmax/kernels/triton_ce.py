@@ -472,21 +472,22 @@ def _backward_kernel(
 # For rows of more than one tile: block_n, block_c, rows, warps, stages, registers.  `python -m benchmarks.gpu --tune`
 # measures them.
 TUNED = {
-    ("forward", 2): (1, 1024, 64, 1, 3, None),
+    ("forward", 2): (2, 512, 64, 1, 3, None),
     ("forward", 4): (4, 256, 64, 1, 3, None),
     ("backward", 2): (2, 256, 128, 1, 1, None),
     ("backward", 4): (2, 1024, 256, 4, 1, None),
 }
 
 
-# The largest lam for which Phi is computed by tanh, by the dtype of x: with it lam * 3.8e-4 is below what x itself was
-# rounded by.
-FAST = {torch.bfloat16: 0.0, torch.float16: 0.0}
+# The largest lam for which Phi is computed by tanh, by the dtype of x: lam * 3.8e-4 is below what x was rounded by.
+FAST = {torch.bfloat16: 4.0, torch.float16: 1.0}
+# Up to this many classes a tile holds whole rows, and launching takes longer than arithmetic.
+FEW_CLASSES = 1024
 
 
-def is_fast(lam: float, dtype: torch.dtype) -> bool:
-    """Whether Phi may be as inexact as tanh makes it."""
-    return 0 < lam <= FAST.get(dtype, 0.0)
+def is_fast(x: Tensor, lam: float) -> bool:
+    """Whether Phi may be as inexact as tanh makes it, which is an advantage where arithmetic takes longest."""
+    return 0 < lam <= FAST.get(x.dtype, 0.0) and x.shape[class_dim(x)] > FEW_CLASSES
 
 
 def plan(kind: str, rows: int, classes: int, itemsize: int, device: torch.device, fast: bool = False) -> Plan:
@@ -494,7 +495,7 @@ def plan(kind: str, rows: int, classes: int, itemsize: int, device: torch.device
     # Where x is half precision, an error of Phi of 3e-7 is far below what x itself was rounded by.
     degree = 0 if fast else 7 if itemsize == 4 else 5 if kind == "forward" else 6
     block_n, block_c, each, warps, stages, registers = TUNED[kind, itemsize]
-    if classes <= 1024:
+    if classes <= FEW_CLASSES:
         # A tile holds whole rows, several where they are short.
         block_c, stages, registers = max(16, power_of_2(classes)), 1, None
         block_n = min(max(1, 2048 // block_c), power_of_2(rows))
@@ -536,7 +537,7 @@ def forward(
     weight, ignore_index, reduction, label_smoothing = options
     key = (
         x.shape, x.stride(), target.stride(), x.dtype, target.dtype, None if weight is None else weight.dtype, dtype,
-        device, lam != 0, is_fast(lam, x.dtype), ignore_index, reduction, label_smoothing, cut,
+        device, lam != 0, is_fast(x, lam), ignore_index, reduction, label_smoothing, cut,
     )  # fmt: skip
     call = calls.get(key)
     if call is None:
@@ -571,7 +572,7 @@ def _arguments(
     """HARD and DENSE, the plan, and the scalar arguments that both kernels begin with."""
     (n, c), strides, hard = x.shape, target.stride(), target.ndim == 1
     if cut is None:
-        cut = plan(kind, n, c, x.element_size(), x.device, is_fast(lam, x.dtype))
+        cut = plan(kind, n, c, x.element_size(), x.device, is_fast(x, lam))
     sizes = (n, c, cdiv(c, cut.block_c), *x.stride(), strides[0], 0 if hard else strides[1])
     return hard, not hard or options.label_smoothing > 0, cut, sizes
 
@@ -613,7 +614,7 @@ def backward(
     weight, _, reduction, label_smoothing = options
     key = (
         x.shape, x.stride(), target.stride(), None if dx is None else dx.stride(), grad.stride(), x.dtype, target.dtype,
-        None if weight is None else weight.dtype, grad.dtype, device, lam != 0, is_fast(lam, x.dtype), reduction,
+        None if weight is None else weight.dtype, grad.dtype, device, lam != 0, is_fast(x, lam), reduction,
         label_smoothing, need, cut,
     )  # fmt: skip
     call = calls.get(key)
@@ -675,6 +676,9 @@ class _Loss(Loss):
 
     def early(self, x: Tensor) -> bool:
         return False
+
+    def result(self, value: Tensor, x: Tensor) -> Tensor:
+        return value
 
     def __call__(self, inputs: Sequence[Any], need: Sequence[bool], grad: Tensor | None = None) -> tuple[Any, ...]:
         x, mu, sigma = inputs
