@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -285,3 +286,21 @@ def test_reproduce_mistakes_are_one_line(argv, words, tmp_path, capsys, monkeypa
     monkeypatch.chdir(tmp_path)
     status, out, err = run(capsys, "reproduce", *argv)
     assert status == 2 and words in err and err.count("\n") == 1 and not out and not list(tmp_path.iterdir())
+
+
+def test_the_docs_show_what_was_run():
+    root = Path(__file__).parents[1]
+    shown = (root / "docs" / "reproduce.md").read_text("utf-8").split("## Rows that were run")[1].split("\n## ")[0]
+    lines = {line.split("`")[1]: line.split("|")[2:-1] for line in shown.splitlines() if line.startswith("| `")}
+    runs: dict[str, list[dict]] = {}
+    for line in (root / "results" / "reproduce.jsonl").read_text("utf-8").splitlines():
+        runs.setdefault(json.loads(line)["row"], []).append(json.loads(line))
+    assert lines.keys() == runs.keys()
+    for name, cells in lines.items():
+        assert [run["seed"] for run in runs[name]] == [0, 1, 2] and all(run["not the recipe"] for run in runs[name])
+        made = [reproduce.Seed(Path(), run["seed"], run, {}, run["not the recipe"]) for run in runs[name]]
+        published = recipes.find(name).published.get("error")
+        mean, _, low, high, *_ = (getattr(cell, "text", None) for cell in reproduce.ours("error", published, made))
+        best = 100 * np.mean([run["best error"] for run in runs[name]])
+        expected = [f"{published}" if published else "–", mean, f"{low} to {high}", f"{best:.2f}"]
+        assert [cell.strip() for cell in cells] == expected, name
