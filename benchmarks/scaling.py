@@ -5,8 +5,9 @@
 
 The model of a training step of the head, for K processes with n rows of h (D numbers of b bytes) each, N = K n:
 
-    classes in shards   8 N D C/K operations (x, x again, dh, dW), 5 passes over C/K D weights of 4 bytes (SGD with
-                        momentum), and on the wire (K - 1) (2 n D b + 32 n + 32) bytes sent by every process
+    classes in shards   8 N D C/K operations (x, x again, dh, dW; x once where K is 1), 5 passes over C/K D weights of 4
+                        bytes (SGD with momentum), and on the wire (K - 1) (2 n D b + 32 n + 32) bytes sent by every
+                        process
     head on everyone    6 n D C operations, the same passes over C D weights, and 2 (K - 1)/K C D b bytes
 
 It ignores the backbone and any overlap.
@@ -67,7 +68,7 @@ def step_of_shards(processes: int, classes: float, rows: int, features: int, mac
     own = classes / processes
     if 12 * own * features > machine.hold:
         return float("inf")
-    compute = 8 * processes * rows * features * own / machine.operations
+    compute = (6 if processes == 1 else 8) * processes * rows * features * own / machine.operations
     update = 5 * 4 * own * features / machine.memory
     wire = 0.0
     if processes > 1:

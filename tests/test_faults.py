@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -25,7 +26,20 @@ from PIL import Image
 from processes import one_thread  # noqa: F401
 from safetensors.torch import load_file, save_file
 
-from gsoftmax import build, compare, data, distributed, evaluation, report, runs, stopping, summary, train, workers
+from gsoftmax import (
+    build,
+    compare,
+    data,
+    distributed,
+    evaluation,
+    report,
+    runs,
+    stopping,
+    summary,
+    train,
+    worker,
+    workers,
+)
 from gsoftmax.cli import main
 from gsoftmax.config import Config
 from gsoftmax.heads import HEADS
@@ -298,6 +312,31 @@ def _read_many_images():
     workers.run_tasks([task, task._replace(out=Path("other"))], jobs=2)
 
 
+def _fork_in_a_worker():
+    read, write = os.pipe()
+    os.dup2(read, 0)
+    sys.stdin = open(0)  # noqa: SIM115
+
+    def attempt(*_):
+        time.sleep(0.2)  # until the listener waits for the next line
+        child = multiprocessing.get_context("fork").Process(target=int)
+        child.start()
+        child.join()
+        os._exit(child.exitcode)
+
+    workers.Task, workers.attempt = Mock(), attempt
+    os.write(write, b"{}\n")
+    worker.main()
+
+
+def test_a_worker_can_fork_while_it_listens(tmp_path):
+    (tmp_path / "cwd").mkdir()
+    program = processes.Program(_fork_in_a_worker, cwd=tmp_path / "cwd")
+    _wait_for(lambda: not program.process.is_alive(), 30)
+    assert program.wait().returncode == 0
+
+
+@pytest.mark.slow
 def test_workers_read_many_images(tmp_path):
     for k, part in itertools.product(range(2), ("train", "test")):
         folder = tmp_path / "cwd" / "images" / part / str(k)

@@ -29,9 +29,8 @@ def test_the_model_grows_with_what_it_should(tmp_path):
     machine = scaling.Machine()
     for k in (1, 2, 8, 64, 1024):
         assert scaling.step_of_shards(k, 1e7, 128, 512, machine) > scaling.step_of_shards(k, 1e6, 128, 512, machine)
-    # at one process the two differ by x made again in the backward pass alone
-    one = scaling.step_of_shards(1, 1e6, 128, 512, machine) - scaling.step_of_copies(1, 1e6, 128, 512, machine)
-    assert one == pytest.approx(2 * 128 * 512 * 1e6 / machine.operations)
+    # one process computes both in the same way
+    assert scaling.step_of_shards(1, 1e6, 128, 512, machine) == scaling.step_of_copies(1, 1e6, 128, 512, machine)
     assert scaling.step_of_copies(8, 1e8, 128, 512, machine) == float("inf")  # 614 GB do not fit
     assert scaling.step_of_shards(8, 1e8, 128, 512, machine) == pytest.approx(0.15, rel=0.1)
     measured = json.loads((scaling.RESULTS.parent / "bench-gpu.json").read_text("utf-8"))
