@@ -187,13 +187,18 @@ def _bce_without_z(
     per_label = all(v is None or v.shape == x.shape[1:] for v in (weight, pos_weight))
     if x.ndim != 2 or not per_label or size_average is not None or reduce is not None:
         return None
-    if target.shape != x.shape or not target.is_floating_point():
+    if target.shape != x.shape or any(
+        v is not None and v.dtype is not torch.float32 for v in (target, weight, pos_weight)
+    ):
         return None
     options = LabelOptions("msml", weight, pos_weight, _NO_LABEL, reduction)
     module = _terms(lam, (x, mu, sigma), (target, weight, pos_weight))
     if module is None or reduction not in checks.REDUCTIONS:
         return None
-    return apply(LabelLossOfZ(target, lam, options, module.multilabel), x, mu, sigma)
+    try:
+        return apply(LabelLossOfZ(target, lam, options, module.multilabel), x, mu, sigma)
+    except ValueError:  # a target that is no probability, which torch allows
+        return None
 
 
 _NO_LABEL = -(1 << 30)  # no target is ignored

@@ -7,9 +7,7 @@ x, mu and sigma from it.  Everything else reaches `__torch_dispatch__`, which co
 
 from __future__ import annotations
 
-import math
 import sys
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -32,25 +30,25 @@ _RAW = {
         "storage", "tolist", "untyped_storage",
     )
 }  # fmt: skip
-_OF_THE_GRAPH = (Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad, torch.autograd.backward)
-_VIEWS = (Tensor.view, Tensor.reshape, torch.reshape)
+_NODE, _DATA = Tensor.grad_fn.__get__, Tensor.data.__get__  # type: ignore[attr-defined, union-attr]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_EXPOSE = (_NODE, _DATA, Tensor.register_hook, Tensor.retain_grad)  # a node has hooks, data no version
+_DIFFERENTIATE = {torch.autograd.grad: 1, torch.autograd.backward: 5}  # where `inputs` is among their arguments
 
 
 class Deferred(Tensor):
     """z of x, mu and sigma, in x's shape or, for x (rows, classes), in another shape with the classes last."""
 
     source: _Source
-    bypassed: bool  # whether a loss was computed without it
     call: ClassVar[Any]  # `_call`; where torch.compile is in use, such that it does not follow it
 
     @staticmethod
     def __new__(cls, source: _Source, shape: Sequence[int]) -> Deferred:
         x, _, sigma = source.inputs
         z: Deferred = Tensor._make_wrapper_subclass(cls, shape, dtype=sigma.dtype, device=x.device)
-        z.source, z.bypassed = source, False
+        z.source = source
         if cls.call is _call and "torch._dynamo" in sys.modules:  # importing it takes seconds
             cls.call = torch.compiler.disable(_call)
-        source.views.append(weakref.ref(z))
         return z
 
     @classmethod
@@ -63,36 +61,34 @@ class Deferred(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        args, kwargs = tree_map_only(cls, lambda z: z.source.value(z), (args, kwargs or {}))
-        return func(*args, **kwargs)
+        if func is torch.ops.aten.view.default:
+            z, size = args
+            shape = torch.empty(z.shape, device="meta").view(size).shape
+            if shape[-1:] == z.source.inputs[0].shape[1:]:  # (..., classes)
+                return Deferred(z.source, shape)  # torch makes it a view of z
+        return func(*map(_values, args), **{k: _values(v) for k, v in (kwargs or {}).items()})
+
+    def as_subclass(self, cls: Any) -> Any:  # not handed to __torch_function__
+        return torch.ops.aten.alias.default(self).as_subclass(cls)
 
     def is_untouched(self) -> bool:
         """Whether x, mu and sigma say all about its values and its gradient."""
-        return self.source.is_current() and not (self._version or self._backward_hooks or self.retains_grad)
+        return self.source.is_untouched() and not self._version and self.grad_fn is not None
 
     def loss(self, func: Any, *args: Any, **kwargs: Any) -> Tensor | None:
         """A loss without z, or None."""
-        if self.shape != self.source.inputs[0].shape or not self.is_untouched():
+        if self.shape != self.source.inputs[0].shape or not self.is_untouched() or not torch.is_grad_enabled():
             return None
         found = self.source.losses[func](*self.source.inputs, self.source.lam, *args, **kwargs)
-        self.bypassed = self.bypassed or found is not None
+        self.source.bypassed = self.source.bypassed or found is not None
         return found
 
-    def seen_as(self, *sizes: Any) -> Tensor | None:
-        """z in another shape with the classes last, or None."""
-        x, given = self.source.inputs[0], sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
-        shape = list(given)
-        if not all(isinstance(n, int) for n in shape):  # a dtype
-            return None
-        if shape.count(-1) == 1 and 0 not in shape:
-            shape[shape.index(-1)] = self.numel() // -math.prod(shape)
-        if math.prod(shape) != self.numel() or not self.is_untouched():
-            return None
-        if shape == list(self.shape):
-            return self
-        if x.ndim != 2 or shape[-1:] != [x.shape[1]]:
-            return None
-        return apply(_Later(self.source, shape), *self.source.inputs)
+
+def _values(v: Any) -> Any:
+    """An argument of an operator with the values of z; `tree_map` takes 10 us."""
+    if isinstance(v, Deferred):
+        return v.source.value(v)
+    return [_values(item) for item in v] if isinstance(v, (list, tuple)) else v
 
 
 def _call(func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -105,20 +101,24 @@ def _call(func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping
     with torch._C.DisableTorchFunctionSubclass():
         if isinstance(z, Deferred) and func in z.source.losses:
             found = z.loss(func, *args[1:], **kwargs)
-        elif isinstance(z, Deferred) and func in _VIEWS and not kwargs:
-            found = z.seen_as(*args[1:])
-        elif func in _OF_THE_GRAPH:
-            tree_map_only(Deferred, _refuse_bypassed, (args, kwargs))
+        elif isinstance(z, Deferred) and func in _EXPOSE:
+            if func not in (_NODE, _DATA):
+                _refuse_bypassed(z)
+            z.source.exposed = True
+        elif func in _DIFFERENTIATE:
+            tree_map_only(Deferred, _refuse_bypassed, kwargs.get("inputs", args[_DIFFERENTIATE[func] :][:1]))
+        elif func == _SET_DATA:
+            raise RuntimeError("z.data cannot be replaced: use z.copy_() or another tensor")
         elif func in _RAW:
             args = tree_map_only(Deferred, torch.ops.aten.alias.default, args)
         return func(*args, **kwargs) if found is None else found
 
 
 def _refuse_bypassed(z: Deferred) -> None:
-    if z.bypassed:
+    if z.source.bypassed:
         raise RuntimeError(
             "the loss was computed without z, so z gets no gradient: call z.retain_grad() or z.register_hook() before "
-            "the loss"
+            "the loss, or set `defers` of the layer to False"
         )
 
 
@@ -139,22 +139,22 @@ class _Source:
         self.inputs, self.lam, self.forward, self.backward, self.losses = inputs, lam, forward, backward, losses
         self.versions = [v._version for v in inputs]
         self.mu = inputs[1].detach().clone()  # an optimizer changes mu in place, perhaps before z is asked for
-        self.computed: Tensor | None = None
-        self.views: list[weakref.ref[Deferred]] = []
+        self.computed: Tensor | None = None  # contiguous, as every `Deferred` says it is
+        self.bypassed = False  # whether a loss was computed without z
+        self.exposed = False  # whether somebody may change its values unseen, or waits for its gradient
 
-    def is_current(self) -> bool:
-        """Whether x, mu and sigma are what they were."""
-        return self.versions == [v._version for v in self.inputs]
+    def is_untouched(self) -> bool:
+        """Whether x, mu and sigma are what they were, and say all about the values and the gradient of z."""
+        return not self.exposed and self.versions == [v._version for v in self.inputs]
 
     def value(self, asked: Deferred) -> Tensor:
         """z in the shape of the one that is asked for."""
-        if any(other._version for view in self.views if (other := view()) is not None and other is not asked):
-            raise RuntimeError("z was changed in place after a view of it was taken: change a copy, z.clone()")
         if self.computed is None:
             x, _, sigma = self.inputs
             if [x._version, sigma._version] != self.versions[::2]:
                 raise RuntimeError("x was changed in place before z was computed from it: change a copy, x.clone()")
-            self.computed = self.forward(x.detach(), self.mu, sigma.detach(), self.lam)
+            with torch.inference_mode(False):  # z may be used outside it later
+                self.computed = self.forward(x.detach(), self.mu, sigma.detach(), self.lam).contiguous()
         return self.computed.view(asked.shape)
 
 
@@ -163,16 +163,15 @@ class _Later(Operation):
     """A `Deferred` z of the inputs x, mu and sigma."""
 
     source: _Source
-    shape: Sequence[int]
 
     def __call__(self, inputs: Sequence[Any], need: Sequence[bool], grad: Tensor | None = None) -> tuple[Any, ...]:
         if grad is None:
-            return Deferred(self.source, self.shape), None, None, None
-        return None, *self.source.backward(grad.reshape(inputs[0].shape), *inputs, self.source.lam, need)
+            return Deferred(self.source, inputs[0].shape), None, None, None
+        return None, *self.source.backward(grad, *inputs, self.source.lam, need)
 
     def plain(self, *inputs: Any) -> Tensor:
         x, mu, sigma = inputs
-        return equations.logits(x, mu, sigma, self.source.lam).view(self.shape)
+        return equations.logits(x, mu, sigma, self.source.lam)
 
 
 def logits(
@@ -190,4 +189,4 @@ def logits(
     losses: functions of z, by what computes them without it
     """
     source = _Source((x, mu, sigma), lam, forward, backward, losses)
-    return apply(_Later(source, x.shape), x, mu, sigma)
+    return apply(_Later(source), x, mu, sigma)
