@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gsoftmax import GaussianLogits, GSoftmaxHead, attach, equations
+from gsoftmax import GaussianLogits, GSoftmaxHead, attach, equations, kernels
 from gsoftmax.kernels import native
 from gsoftmax.kernels.deferred import Deferred
 
@@ -34,6 +34,11 @@ def formula(x: Tensor, layer: GaussianLogits) -> Tensor:
 
 def outcome(loss: Tensor, x: Tensor, layer: GaussianLogits) -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss, (x, *layer.parameters()))]
+
+
+@pytest.fixture(autouse=True)
+def small_tables_too(monkeypatch):
+    monkeypatch.setattr(kernels, "LARGE_Z", 0)
 
 
 @pytest.fixture
@@ -342,3 +347,19 @@ def test_attached_models_train_without_z(no_z):
     h = torch.randn(N, 5, generator=torch.Generator().manual_seed(2))
     F.cross_entropy(model(h), INDICES).backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+@pytest.mark.parametrize("shape", [(C,), (N, C), (2, C, 3), (2, C, 3, 2)])
+def test_a_small_z_is_an_ordinary_tensor_that_can_be_changed_in_place(shape, monkeypatch):
+    monkeypatch.undo()
+    x, layer = make(2, C, 3, 2)
+    x = x.detach().flatten()[: np.prod(shape)].view(shape).requires_grad_()
+    found, expected = layer(x), formula(x, layer)
+    assert type(found) is Tensor
+    gradients = []
+    for z in (found, expected):
+        z += 1
+        z[0] = 2.0
+        gradients.append(torch.autograd.grad(z.square().sum(), (x, *layer.parameters())))
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)

@@ -38,6 +38,8 @@ IMPLS = ("auto", "plain", "chunked", "native", "triton")
 SMALL = 30_000
 # Below this many elements on a GPU torch.compile does better with the plain formula than with a kernel call.
 SMALL_COMPILED = 1 << 22
+# From this many elements on, a loss without z is faster on a CPU than z and the loss.
+LARGE_Z = 1 << 15
 # From this many elements on, the outputs of a linear layer are worth computing chunk by chunk.
 LARGE_LINEAR = {"cpu": 1 << 22, "cuda": 1 << 26}
 
@@ -136,7 +138,7 @@ def logits(x: Tensor, mu: Tensor, sigma: Tensor, lam: float, *, later: bool = Fa
     if module is None or lam == 0:
         return equations.logits(x, mu, sigma, lam)
     recorded = torch.is_grad_enabled() and (x.requires_grad or mu.requires_grad or sigma.requires_grad)
-    if later and recorded and not x.is_inference():
+    if later and recorded and (x.is_cuda or x.numel() >= LARGE_Z) and not x.is_inference():
         return deferred.logits(x, mu, sigma, lam, module.logits, module.logits_backward, _WITHOUT_Z)
     return apply(Logits(lam, module.logits, module.logits_backward), x, mu, sigma)
 

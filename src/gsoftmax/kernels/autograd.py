@@ -146,7 +146,10 @@ class _Node(torch.autograd.Function):
         # Constants for their version: an error if they are changed in place.
         ctx.save_for_backward(*inputs, *operation.constants())
         ctx.operation, ctx.ready = operation, [gradients] if early else []
-        return operation.result(value, x)
+        value = operation.result(value, x)
+        if type(value) is Tensor and value._is_view():  # of memory that is its own; autograd forbids to change views
+            value = value.new_empty(0).set_(value)  # type: ignore[call-overload]
+        return value
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
