@@ -66,8 +66,9 @@ class Worker:
 def main() -> None:
     worker = Worker(os.dup(0), os.dup(1))
     # A process forked to read images closes sys.stdin, and would wait for ever for a lock that the listener held.
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
     os.dup2(2, 1)  # what a run prints is no event
     for number in stopping.SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
