@@ -711,6 +711,7 @@ def test_costs_are_shown_as_measured(everything):
     assert "softmax again" not in tables.cost_tables({}, everything) and "2.008" in tables.cost_tables(COST, {})
 
 
+@pytest.mark.slow
 def test_every_mark_has_text_for_any_rows(everything, tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "studies", lambda: {name: study for name, (study, _) in everything.items()})
     marks = {"verdicts", "summary", "tables", "cost"}

@@ -399,6 +399,7 @@ def test_a_claim_that_another_process_removes_is_taken(tmp_path, monkeypatch):
         workers.attempt(task, Mock())
 
 
+@pytest.mark.slow
 def test_a_killed_worker_costs_one_run(tmp_path):
     (tmp_path / "cwd").mkdir()
     done = processes.Program(_kill_first_worker, "killed", cwd=tmp_path / "cwd").wait()
@@ -801,9 +802,8 @@ def test_checksums_are_those_of_sha256sum(name, undisturbed, tmp_path):
     assert subprocess.run(check, cwd=run, capture_output=True).returncode == 1
 
 
-@pytest.mark.parametrize(
-    "encoding", ["iso-8859-1", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ascii", "cp1252", "utf-8"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["iso-8859-1", "ascii", "cp1252", "utf-8"])
 def test_a_comparison_reaches_its_page_in_a_locale_without_utf_8(encoding, tmp_path):
     """Names of folders, classes and files that neither the locale nor the terminal has."""
     shown, root = "Käse 红", tmp_path / "Bilder-ü"

@@ -504,6 +504,7 @@ class Scaled(SoftmaxHead):
 """
 
 
+@pytest.mark.slow
 def test_a_users_own_head_gives_the_same_with_any_number_of_jobs(tmp_path, monkeypatch):
     """The workers of two jobs find its file."""
     (tmp_path / "own_head.py").write_text(OWN_HEAD)

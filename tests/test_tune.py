@@ -258,6 +258,7 @@ def test_options_of_tuning(words, told, capsys, tmp_path):
     assert status == 2 and told in err
 
 
+@pytest.mark.slow
 def test_a_stopped_tuning_continues(tmp_path):
     words = [sys.executable, "-m", "gsoftmax", "compare", "digits", "--tune", "3", "--heads", "softmax", "--seeds", "2"]
     words += ["epochs=1", "train_fraction=0.3", "device=cpu", "--space", "lr=log(0.01,1)", "--jobs", "1", "--out", "o"]
