@@ -71,7 +71,7 @@ T_MAX = tl.constexpr(4.7)
 SIGMA_MIN = tl.constexpr(1e-30)
 
 # The constants of the polynomials in `gaussian_term`, by degree; the errors of Phi are 3.2e-7, 1.4e-7 and 8e-8.  Degree
-# 0 stands for tanh, where the error is 3.8e-4.
+# 0 stands for tanh, where the error is 4e-4.
 P_0 = {0: 0.0, 5: -1.0000008344650269, 6: -0.9999997019767761, 7: -0.9999998807907104}
 # exp2(+-lam / 2), summed over all classes, must stay within float32.
 LAM_MAX = 100.0
@@ -479,7 +479,7 @@ TUNED = {
 }
 
 
-# The largest lam for which Phi is computed by tanh, by the dtype of x: lam * 3.8e-4 is below what x was rounded by.
+# The largest lam for which Phi is computed by tanh, by the dtype of x: lam * 4e-4 is below what x was rounded by.
 FAST = {torch.bfloat16: 4.0, torch.float16: 1.0}
 # Up to this many classes a tile holds whole rows, and launching takes longer than arithmetic.
 FEW_CLASSES = 1024

@@ -46,8 +46,8 @@ _DEGREE = 7
 U_MAX = tl.constexpr(16.0)
 # Rows up to this length are one tile.
 LONGEST_TILE = 8192
-# Of longer rows: block_n, block_c, rows, warps.
-LONG_ROWS = (1, 4096, 128, 4)
+# Of longer rows: block_n, block_c, warps.
+LONG_ROWS = (1, 4096, 4)
 # Up to this many labels, and this many in a row, one program computes everything.
 FEW_LABELS, SHORT_ROW = 8192, 1024
 # Targets that the kernel reads; others are converted.
@@ -483,14 +483,14 @@ def plan(kind: str, rows: int, classes: int, device: torch.device, columns: bool
 
     columns: x lies in memory column by column, as images do
     """
-    size, most, warps = 1024 if kind in ("backward", "labels") else 2048, 128, 0
+    size, warps = 1024 if kind in ("backward", "labels") else 2048, 0
     if kind == "softmax" and classes <= LONGEST_TILE:
         block_c = max(16, power_of_2(classes))
         block_n = max(1, min(size // block_c, power_of_2(rows)))
     elif columns and kind == "softmax":  # tiles as wide as their number allows
         block_n, block_c = 16, 1024
     elif kind == "softmax":
-        block_n, block_c, most, warps = LONG_ROWS
+        block_n, block_c, warps = LONG_ROWS
     elif columns:
         block_n = max(16, min(256, power_of_2(rows)))
         block_c = min(max(1, size // block_n), power_of_2(classes))
@@ -500,7 +500,7 @@ def plan(kind: str, rows: int, classes: int, device: torch.device, columns: bool
     warps = warps or min(16, max(1, block_n * block_c // (256 if size == 1024 else 512)))
     # Filling the GPU several times over matters more than long loops over rows.
     groups = max(1, 8 * processors(device) // cdiv(classes, block_c))
-    each = min(max(1, most // block_n), cdiv(rows, groups * block_n))
+    each = min(max(1, 128 // block_n), cdiv(rows, groups * block_n))
     return Plan(block_n, block_c, each * block_n, warps, 1, _DEGREE)
 
 
